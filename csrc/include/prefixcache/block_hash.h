@@ -6,7 +6,8 @@
 // Threads: plain functions and values; any thread.
 // Owns:    nothing.
 // Units:   tokens for positions and counts.
-// Errors:  std::invalid_argument for a block size below 1 or a content range that is empty or negative.
+// Errors:  std::invalid_argument for a block size below 1, a content range that is empty or begins below 0, a text or
+//          list of 2^32 entries or more.
 #pragma once
 
 #include <array>
@@ -66,14 +67,15 @@ PREFIXCACHE_API Key namespace_id(std::string_view text);
 // The parent of every first block of this namespace under these whole-request salts. The order of salts matters.
 PREFIXCACHE_API Key chain_root(const Key& namespace_id, std::span<const Salt> salts);
 
-// The key of one block. `parent` may be any bytes; `content` holds the content keys that first apply in this block.
+// The key of one block. `parent` may be any bytes; `content` holds the content keys that first apply in this block, in
+// any order.
 PREFIXCACHE_API Key block_key(
     const Key& namespace_id,
     std::span<const std::uint8_t> parent,
     std::span<const std::uint32_t> tokens,
     std::span<const ContentKey> content = {});
 
-// The content keys that first apply in the block of tokens [lo, hi): those with max(start, 0) in [lo, hi).
+// The content keys that first apply in the block of tokens [lo, hi), sorted: those with start in [lo, hi).
 PREFIXCACHE_API std::vector<ContentKey>
 content_of_block(std::span<const ContentKey> content, std::int64_t lo, std::int64_t hi);
 
