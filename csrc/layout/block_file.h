@@ -2,7 +2,7 @@
 //
 // Threads: plain functions and values; any thread.
 // Errors:  parse_header answers Corrupt with the reason for anything it does not fully accept. Bytes are hostile: every
-//          number is bounded before use and nothing is allocated above the size of the file.
+//          number is bounded before use, and memory follows the header's bytes that are there, never a number in them.
 #pragma once
 
 #include <cstdint>
@@ -49,15 +49,19 @@ struct PartHeader {
 };
 
 // Sets every tensor's nbytes and offset: larger items first, so that each is aligned without holes. Returns data bytes.
+// Throws std::invalid_argument for a dtype or shape that v1 cannot hold.
 std::uint64_t place_tensors(std::vector<TensorInfo>& tensors);
 
 // The file's first bytes: length, JSON header with checksum, padding. The result's size is a multiple of 64 and depends
-// on digests not at all.
+// on digests not at all. Equal headers give equal bytes. Tensors must have been placed. Throws std::invalid_argument, with
+// the reason, for a header that parse_header would refuse.
 std::string encode_header(const PartHeader& header);
 
 // Reads the header from the start of a file of `file_size` bytes. `prefix` holds at least the whole header, or the call
-// answers NotFound with `needed` set to the bytes it wants (never above file_size). Checks the header's own checksum,
-// that tensors lie inside the file without overlap or hole, and every field's range.
+// answers NotFound with `needed` set to the bytes it wants (never above file_size; before the length is known that is a
+// guess, so a second NotFound may follow). Checks the header's own checksum, then that it is spelled as encode_header
+// spells it, that tensors fill the file without overlap or hole, and every field's range. It does not read tensors:
+// their digests are for the caller to compare. Returns: Ok; NotFound; Corrupt. Sets `out` and `data_offset` only on Ok.
 Status parse_header(
     std::span<const std::uint8_t> prefix,
     std::uint64_t file_size,
@@ -65,7 +69,7 @@ Status parse_header(
     std::uint64_t& data_offset,
     std::uint64_t& needed);
 
-// File names: <64 hex key>-<16 hex parent>-<depth>.<part>.safetensors
+// File names: <64 hex key>-<16 hex parent>-<depth>.<part>.safetensors. Throws std::invalid_argument for a depth below 1.
 std::string file_name(const Key& key, const Key& parent, std::int64_t depth, Part part);
 
 struct NameInfo {
@@ -74,6 +78,7 @@ struct NameInfo {
   std::int64_t depth = 0;
   Part part = Part::kv;
 };
+// False, and `out` untouched, for every name that file_name does not give.
 bool parse_file_name(std::string_view name, NameInfo& out);
 std::uint64_t parent_prefix(const Key& parent);
 
