@@ -1,0 +1,1 @@
+"""One module for each family of cache classes: ``describe`` a live cache, ``rebuild`` one that stands at n tokens."""

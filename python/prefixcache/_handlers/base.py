@@ -1,0 +1,121 @@
+"""What a handler is, and the checks that handlers share.
+
+Handlers are stateless and may be used from any thread. They read public attributes of live objects and neither change
+them nor evaluate or copy their arrays.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from prefixcache._layer_state import ALL, LayerState, Slot
+from prefixcache.errors import Unsupported
+
+
+class Handler(ABC):
+    """Turns caches of one class into ``LayerState`` and back.
+
+    ``type_name`` is stored with every part: do not change it once released. ``spare_rows`` says whether a rebuilt
+    cache may be given arrays with more than n rows (the others zero) to grow into. ``prototypes`` names the classes
+    of a model's own caches that this stored type may be rebuilt for.
+    """
+
+    type_name: ClassVar[str]
+    spare_rows: ClassVar[bool] = True
+    prototypes: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def describe(self, cache: Any, where: str) -> LayerState:
+        """The state of a live cache. ``where`` names the layer in messages ("layer 3 (...)").
+
+        A cache that holds nothing yet gives no slots and offset 0. Raises ``Unsupported`` for fields that the class is
+        not known to have, ``ValueError`` or ``TypeError`` for a cache that contradicts itself.
+        """
+
+    @abstractmethod
+    def rebuild(self, prototype: Any, state: LayerState, n: int, where: str) -> Any:
+        """A new cache that stands at n tokens and owns the arrays of ``state``; ``prototype`` is not touched.
+
+        ``prototype`` is one of the model's own fresh caches and gives the class. Raises ``Unsupported`` if the stored
+        state does not fit it, ``ValueError`` if the arrays do not fit n.
+        """
+
+    def check_prototype(self, prototype: Any, where: str) -> None:
+        """``Unsupported`` unless the stored type may stand in for the model's own cache."""
+        name = type(prototype).__name__
+        if name not in self.prototypes:
+            raise Unsupported(
+                "structure_mismatch",
+                f"{where}: a stored {self.type_name} cannot be rebuilt for a model that uses {name}",
+            )
+
+
+def check_fields(cache: Any, expected: frozenset[str], where: str) -> None:
+    """``Unsupported`` unless the object's own attributes are exactly the expected ones."""
+    found = vars(cache).keys()
+    if found != expected:
+        unknown, missing = sorted(found - expected), sorted(expected - found)
+        raise Unsupported("unknown_field", f"{where}: unknown attributes {unknown}, missing attributes {missing}")
+
+
+def token_count(cache: Any, where: str) -> int:
+    """``cache.offset``, checked. TypeError unless it is an int, ValueError if it is negative."""
+    offset = cache.offset
+    if not isinstance(offset, int) or isinstance(offset, bool):
+        raise TypeError(f"{where}: offset must be an int, not {type(offset).__name__} {offset!r}")
+    if offset < 0:
+        raise ValueError(f"{where}: offset must not be negative, got {offset}")
+    return offset
+
+
+def is_empty(arrays: Mapping[str, Any], offset: int, where: str) -> bool:
+    """True if the cache holds nothing yet. ValueError if only some arrays are set, or none at a positive offset."""
+    absent = [name for name, array in arrays.items() if array is None]
+    if not absent:
+        return False
+    if len(absent) < len(arrays) or offset != 0:
+        raise ValueError(f"{where}: {', '.join(absent)} not set at offset {offset}")
+    return True
+
+
+def row_slots(arrays: Mapping[str, Any], offset: int, where: str) -> tuple[Slot, ...]:
+    """Slots of arrays ``[1, heads, rows, dim]`` or ``[heads, rows, dim]`` whose row i is token i.
+
+    Raises TypeError for something that is no MLX array; ValueError for another rank, more than one sequence, arrays
+    of different lengths, or fewer rows than ``offset``.
+    """
+    slots = []
+    for name, array in arrays.items():
+        if not isinstance(array, mx.array):
+            raise TypeError(f"{where}: {name} must be an mx.array, not {type(array).__name__}")
+        if array.ndim not in (3, 4):
+            raise ValueError(f"{where}: {name} must have rank 3 or 4, got shape {array.shape}")
+        if array.ndim == 4 and array.shape[0] != 1:
+            raise ValueError(
+                f"{where}: {name} holds {array.shape[0]} sequences, shape {array.shape}; "
+                "store one at a time (extract the row first)"
+            )
+        slots.append(Slot(name, array, array.ndim - 2, ALL))
+    rows = {slot.name: slot.data.shape[-2] for slot in slots}
+    if len(set(rows.values())) > 1:
+        raise ValueError(f"{where}: arrays of different lengths: {rows}")
+    if len({slot.data.ndim for slot in slots}) > 1:
+        raise ValueError(f"{where}: arrays of different ranks: { {s.name: s.data.shape for s in slots} }")
+    if slots and offset > min(rows.values()):
+        raise ValueError(f"{where}: offset {offset} is beyond the {min(rows.values())} rows of its arrays")
+    return tuple(slots)
+
+
+def stored_arrays(state: LayerState, names: tuple[str, ...], n: int, where: str) -> dict[str, mx.array]:
+    """The arrays of a stored state, checked like those of a live cache; empty for a state of nothing at n = 0."""
+    arrays = state.arrays()
+    if not arrays and n == 0:
+        return {}
+    if tuple(arrays) != names or state.children:
+        raise Unsupported("structure_mismatch", f"{where}: stored slots {list(arrays)}, expected {list(names)}")
+    row_slots(arrays, n, where)
+    return arrays

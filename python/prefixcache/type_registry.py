@@ -1,0 +1,138 @@
+"""Which handler serves which cache class.
+
+A live object is recognised by the module and the name of its exact class, so that no model package is imported here
+and a subclass, which may behave differently, is never taken for its parent. Lookups may run in any thread; call
+``register`` before caches are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from prefixcache._handlers.base import Handler
+from prefixcache._handlers.kv import ConcatenateKVCacheHandler, KVCacheHandler
+from prefixcache._handlers.quantized import QuantizedKVCacheHandler
+from prefixcache._layer_state import LayerState, walk
+from prefixcache.errors import Unsupported
+
+_MLX_LM = "mlx_lm.models.cache"
+# What makes an object a cache at all, known or not.
+_PROTOCOL = ("update_and_fetch", "is_trimmable", "state", "offset")
+
+_by_class: dict[tuple[str, str], Handler] = {}
+_by_name: dict[str, Handler] = {}
+
+
+def register(module: str, class_name: str, handler: Handler) -> None:
+    """Lets ``handler`` serve instances of exactly this class. ValueError if the class or the type name is taken."""
+    if (module, class_name) in _by_class:
+        raise ValueError(f"{module}.{class_name} has a handler already")
+    if _by_name.get(handler.type_name, handler) is not handler:
+        raise ValueError(f"type name {handler.type_name!r} belongs to another handler")
+    _by_class[(module, class_name)] = handler
+    _by_name[handler.type_name] = handler
+
+
+register(_MLX_LM, "KVCache", KVCacheHandler())
+register(_MLX_LM, "ConcatenateKVCache", ConcatenateKVCacheHandler())
+register(_MLX_LM, "QuantizedKVCache", QuantizedKVCacheHandler())
+
+
+def registered() -> dict[tuple[str, str], Handler]:
+    """A copy of the table: (module, class name) -> handler."""
+    return dict(_by_class)
+
+
+def handler_for(cache: object, where: str = "cache") -> Handler:
+    """The handler of a live cache. ``Unsupported`` for an unknown cache class, TypeError for an object that is none."""
+    kind = type(cache)
+    # Models are dicts with a `state`; a class instead of an instance has every method of the protocol.
+    if isinstance(cache, type | dict) or not any(hasattr(kind, name) or hasattr(cache, name) for name in _PROTOCOL):
+        raise TypeError(f"{where}: expected a cache object, got {_short(cache)}")
+    handler = _by_class.get((kind.__module__, kind.__qualname__))
+    if handler is None:
+        advice = "; extract each row first: extract(i)" if kind.__name__.startswith("Batch") else ""
+        raise Unsupported("unsupported_type", f"{where}: no handler for {kind.__module__}.{kind.__qualname__}{advice}")
+    return handler
+
+
+def handler_named(type_name: str, where: str = "cache") -> Handler:
+    """The handler that wrote a stored state. ``Unsupported`` for a type name nobody registered."""
+    handler = _by_name.get(type_name)
+    if handler is None:
+        raise Unsupported("unsupported_type", f"{where}: no handler is named {type_name!r}")
+    return handler
+
+
+def describe_layers(caches: Sequence[Any]) -> list[LayerState]:
+    """The state of every layer, in order; nothing is evaluated or copied.
+
+    Raises ``Unsupported`` for a class or a field nobody knows; TypeError for something that is no list of caches;
+    ValueError for an empty list and for a layer that contradicts itself. Messages name the layer.
+    """
+    states = []
+    for where, cache in _labelled(caches):
+        states.append(handler_for(cache, where).describe(cache, where))
+    return states
+
+
+def common_offset(states: Sequence[LayerState]) -> int | None:
+    """The number of tokens that all counting layers, children included, stand at; None if none counts.
+
+    ValueError names the layers that disagree.
+    """
+    first: tuple[str, LayerState] | None = None
+    for path, state in walk(states):
+        if state.offset is None:
+            continue
+        if first is None:
+            first = (path, state)
+        elif state.offset != first[1].offset:
+            raise ValueError(
+                f"layers disagree on the number of tokens: layer {first[0]} ({first[1].type_name}) stands at "
+                f"{first[1].offset}, layer {path} ({state.type_name}) at {state.offset}"
+            )
+    return first[1].offset if first else None
+
+
+def exact_slots(states: Sequence[LayerState]) -> frozenset[str]:
+    """Global names of the slots whose arrays must hold exactly the rows up to n: no room to grow."""
+    return frozenset(
+        f"{path}/{slot.name}"
+        for path, state in walk(states)
+        if not handler_named(state.type_name, f"layer {path}").spare_rows
+        for slot in state.slots
+    )
+
+
+def rebuild_layers(prototypes: Sequence[Any], states: Sequence[LayerState], n: int) -> list[Any]:
+    """New caches that stand at n tokens and own the arrays of ``states``; ``prototypes`` (fresh caches of the model)
+    give the classes and stay as they are.
+
+    Raises ``Unsupported`` where the stored layers do not fit the model's, ValueError where arrays do not fit n.
+    """
+    labelled = _labelled(prototypes)
+    if n < 0:
+        raise ValueError(f"n must not be negative, got {n}")
+    if len(labelled) != len(states):
+        raise Unsupported("structure_mismatch", f"{len(states)} layers are stored, the model has {len(labelled)}")
+    caches = []
+    for (where, prototype), state in zip(labelled, states, strict=True):
+        handler_for(prototype, where)
+        caches.append(handler_named(state.type_name, where).rebuild(prototype, state, n, where))
+    return caches
+
+
+def _labelled(caches: Sequence[Any]) -> list[tuple[str, Any]]:
+    if not isinstance(caches, list | tuple):
+        raise TypeError(f"expected a list with one cache per layer, got {_short(caches)}")
+    if not caches:
+        raise ValueError("expected a list with one cache per layer, got an empty one")
+    return [(f"layer {index} ({type(cache).__name__})", cache) for index, cache in enumerate(caches)]
+
+
+def _short(value: object) -> str:
+    # A model or a tensor has a repr of many pages.
+    text = f" {value!r:.80}" if isinstance(value, type | str | int | float | None) else ""
+    return f"{type(value).__name__}{text}"
