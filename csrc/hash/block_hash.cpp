@@ -173,8 +173,8 @@ std::vector<Key> chain_hashes(
   }
   const std::size_t step = static_cast<std::size_t>(block_size);
   const std::size_t count = tokens.size() / step;
-  const std::int64_t last_position = std::numeric_limits<std::int64_t>::max() - static_cast<std::int64_t>(tokens.size());
-  if (first_block < 0 || first_block > last_position / block_size) {
+  constexpr std::int64_t kLastPosition = std::numeric_limits<std::int64_t>::max();
+  if (first_block < 0 || first_block > (kLastPosition - static_cast<std::int64_t>(tokens.size())) / block_size) {
     throw std::invalid_argument("first_block is out of range: " + std::to_string(first_block));
   }
 

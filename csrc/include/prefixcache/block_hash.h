@@ -49,7 +49,8 @@ struct Salt {
   std::string value;
 };
 
-// A content key of tokens [start, end): it enters the first block that overlaps the range, and by chaining all later ones.
+// A content key of tokens [start, end): it enters the first block that overlaps the range and, by chaining, all later
+// ones.
 struct ContentKey {
   std::int64_t start = 0;
   std::int64_t end = 0;
