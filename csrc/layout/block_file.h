@@ -53,8 +53,8 @@ struct PartHeader {
 std::uint64_t place_tensors(std::vector<TensorInfo>& tensors);
 
 // The file's first bytes: length, JSON header with checksum, padding. The result's size is a multiple of 64 and depends
-// on digests not at all. Equal headers give equal bytes. Tensors must have been placed. Throws std::invalid_argument, with
-// the reason, for a header that parse_header would refuse.
+// on digests not at all. Equal headers give equal bytes. Tensors must have been placed. Throws std::invalid_argument,
+// with the reason, for a header that parse_header would refuse.
 std::string encode_header(const PartHeader& header);
 
 // Reads the header from the start of a file of `file_size` bytes. `prefix` holds at least the whole header, or the call
@@ -69,8 +69,8 @@ Status parse_header(
     std::uint64_t& data_offset,
     std::uint64_t& needed);
 
-// File names: <64 hex key>-<16 hex parent>-<depth>.<part>.safetensors. Throws std::invalid_argument for a depth below 1.
-std::string file_name(const Key& key, const Key& parent, std::int64_t depth, Part part);
+// File names: <64 hex key>-<16 hex parent>-<depth>.<part>.safetensors. Throws std::invalid_argument for a depth below
+// 1.
 
 struct NameInfo {
   Key key;
@@ -79,6 +79,8 @@ struct NameInfo {
   Part part = Part::kv;
 };
 // False, and `out` untouched, for every name that file_name does not give.
+std::string file_name(const NameInfo& name);
+std::string file_name(const Key& key, const Key& parent, std::int64_t depth, Part part);
 bool parse_file_name(std::string_view name, NameInfo& out);
 std::uint64_t parent_prefix(const Key& parent);
 

@@ -15,7 +15,9 @@ std::string range(std::int64_t lo, std::int64_t hi) {
 }
 
 std::string why_invalid_positions(const PartHeader& header) {
-  if (part_name(header.part).empty()) return "part " + std::to_string(static_cast<int>(header.part)) + " is not one of v1";
+  if (part_name(header.part).empty()) {
+    return "part number " + std::to_string(static_cast<int>(header.part)) + " is not one of v1";
+  }
   if (header.tokens.empty() || header.tokens.size() > kMaxTokens) {
     return std::to_string(header.tokens.size()) + " tokens, expected 1 to " + std::to_string(kMaxTokens);
   }
@@ -33,7 +35,8 @@ std::string why_invalid_positions(const PartHeader& header) {
     }
   }
   if (header.meta.size() > kMaxMetaBytes) {
-    return "meta of " + std::to_string(header.meta.size()) + " bytes, expected at most " + std::to_string(kMaxMetaBytes);
+    return "meta of " + std::to_string(header.meta.size()) + " bytes, expected at most " +
+           std::to_string(kMaxMetaBytes);
   }
   if (!is_utf8(header.meta)) return "meta is not UTF-8";
   return {};
@@ -48,14 +51,14 @@ std::string why_invalid_names(const std::vector<TensorInfo>& tensors) {
   for (const auto& tensor : tensors) {
     const std::string_view name = tensor.name;
     if (name.size() > kMaxNameBytes || name == kMetadataName || !is_utf8(name)) {
-      return "tensor name " + quoted(name) + " is not UTF-8 text of at most " + std::to_string(kMaxNameBytes) +
-             " bytes other than " + quoted(kMetadataName);
+      return "tensor name " + shown(name) + " is not UTF-8 text of at most " + std::to_string(kMaxNameBytes) +
+             " bytes other than " + shown(kMetadataName);
     }
     names.push_back(name);
   }
   std::sort(names.begin(), names.end());
   const auto twice = std::adjacent_find(names.begin(), names.end());
-  return twice == names.end() ? std::string{} : "tensor name " + quoted(*twice) + " occurs twice";
+  return twice == names.end() ? std::string{} : "tensor name " + shown(*twice) + " occurs twice";
 }
 
 std::string why_invalid_axis(const PartHeader& header, const TensorInfo& tensor) {
@@ -101,17 +104,17 @@ std::string why_invalid(const PartHeader& header, std::uint64_t& data_bytes) {
     if (reason.empty() && tensor.nbytes != nbytes) {
       reason = std::to_string(tensor.nbytes) + " bytes, expected " + std::to_string(nbytes) + " for its shape";
     }
-    if (!reason.empty()) return "tensor " + quoted(tensor.name) + ": " + reason;
+    if (!reason.empty()) return "tensor " + shown(tensor.name) + ": " + reason;
   }
   std::string reason;
   std::uint64_t position = 0;
   in_data_order(header.tensors, [&](const TensorInfo& tensor) {
     if (!reason.empty()) return;
     if (tensor.offset != position) {
-      reason = "tensor " + quoted(tensor.name) + ": data at " + std::to_string(tensor.offset) + ", expected at " +
+      reason = "tensor " + shown(tensor.name) + ": data at " + std::to_string(tensor.offset) + ", expected at " +
                std::to_string(position);
     } else if (tensor.nbytes > kLargest - position) {
-      reason = "tensor " + quoted(tensor.name) + ": data that end above 2^63";
+      reason = "tensor " + shown(tensor.name) + ": data that end above 2^63";
     }
     position += tensor.nbytes;
   });

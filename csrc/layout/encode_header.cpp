@@ -95,14 +95,14 @@ void append_metadata(std::string& out, const PartHeader& header) {
 std::uint64_t place_tensors(std::vector<TensorInfo>& tensors) {
   for (auto& tensor : tensors) {
     if (auto reason = tensor_bytes(tensor, tensor.nbytes); !reason.empty()) {
-      throw std::invalid_argument("[place_tensors] tensor " + quoted(tensor.name) + ": " + reason);
+      throw std::invalid_argument("[place_tensors] tensor " + shown(tensor.name) + ": " + reason);
     }
   }
   std::uint64_t position = 0;
   in_data_order(tensors, [&](TensorInfo& tensor) {
     tensor.offset = position;
     if (__builtin_add_overflow(position, tensor.nbytes, &position)) {
-      throw std::invalid_argument("[place_tensors] tensor " + quoted(tensor.name) + ": data that end above 2^64");
+      throw std::invalid_argument("[place_tensors] tensor " + shown(tensor.name) + ": data that end above 2^64");
     }
   });
   return position;
@@ -120,8 +120,8 @@ std::string encode_header(const PartHeader& header) {
   out += '}';
   out.resize((out.size() + kDataAlignment - 1) / kDataAlignment * kDataAlignment, ' ');
   if (out.size() > kMaxHeaderBytes) {
-    throw std::invalid_argument("[encode_header] a header of " + std::to_string(out.size()) + " bytes, expected at most " +
-                                std::to_string(kMaxHeaderBytes));
+    throw std::invalid_argument("[encode_header] a header of " + std::to_string(out.size()) +
+                                " bytes, expected at most " + std::to_string(kMaxHeaderBytes));
   }
   const std::uint64_t length = out.size() - text::kLengthBytes;
   for (std::size_t i = 0; i < text::kLengthBytes; ++i) out[i] = static_cast<char>(length >> (8 * i));

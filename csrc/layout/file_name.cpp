@@ -21,17 +21,23 @@ std::uint64_t parent_prefix(const Key& parent) {
   return prefix;
 }
 
-std::string file_name(const Key& key, const Key& parent, std::int64_t depth, Part part) {
-  if (depth < 1) throw std::invalid_argument("[file_name] depth " + std::to_string(depth) + ", expected at least 1");
-  std::string name = key.hex();
+std::string file_name(const NameInfo& info) {
+  if (info.depth < 1) {
+    throw std::invalid_argument("[file_name] depth " + std::to_string(info.depth) + ", expected at least 1");
+  }
+  std::string name = info.key.hex();
   name += '-';
-  append_hex64(name, parent_prefix(parent));
+  append_hex64(name, info.parent_prefix);
   name += '-';
-  name += std::to_string(depth);
+  name += std::to_string(info.depth);
   name += '.';
-  name += part_name(part);
+  name += part_name(info.part);
   name += kSuffix;
   return name;
+}
+
+std::string file_name(const Key& key, const Key& parent, std::int64_t depth, Part part) {
+  return file_name({key, parent_prefix(parent), depth, part});
 }
 
 bool parse_file_name(std::string_view name, NameInfo& out) {

@@ -40,7 +40,7 @@ std::uint64_t header_checksum(std::span<const std::uint8_t> header) {
 Key read_key(Cursor& cursor) {
   Key key;
   const auto digits = cursor.take(2 * key.bytes.size());
-  if (!Key::from_hex(digits, key)) cursor.fail("expected 64 lower-case hexadecimal digits, found " + quoted(digits));
+  if (!Key::from_hex(digits, key)) cursor.fail("expected 64 lower-case hexadecimal digits, found " + shown(digits));
   return key;
 }
 
@@ -113,17 +113,17 @@ void read_tensor(Cursor& cursor, TensorInfo& tensor) {
   cursor.expect(",");
   std::string storage;
   const auto name = cursor.json_string(storage);
-  if (name != tensor.name) cursor.fail("expected tensor " + quoted(tensor.name) + ", found " + quoted(name));
+  if (name != tensor.name) cursor.fail("expected tensor " + shown(tensor.name) + ", found " + shown(name));
   cursor.expect(text::kDtype);
   const auto dtype = cursor.until('"');
-  if (!dtype_from_name(dtype, tensor.dtype)) cursor.fail("dtype " + quoted(dtype) + " is not one of v1");
+  if (!dtype_from_name(dtype, tensor.dtype)) cursor.fail("dtype " + shown(dtype) + " is not one of v1");
   cursor.expect(text::kShape.substr(1));
   tensor.shape = read_shape(cursor);
   cursor.expect(text::kOffsets);
   tensor.offset = cursor.decimal(kMaxPosition);
   cursor.expect(",");
   const auto end = cursor.decimal(kMaxPosition);
-  if (end < tensor.offset) cursor.fail("data of " + quoted(tensor.name) + " end before they begin");
+  if (end < tensor.offset) cursor.fail("data of " + shown(tensor.name) + " end before they begin");
   tensor.nbytes = end - tensor.offset;
   cursor.expect(text::kTensorEnd);
 }
@@ -141,7 +141,7 @@ PartHeader read_header(std::string_view json) {
   header.depth = read_position(cursor);
   cursor.expect(text::kPart);
   const auto part = cursor.until('"');
-  if (!part_from_name(part, header.part)) cursor.fail("part " + quoted(part) + " is not one of v1");
+  if (!part_from_name(part, header.part)) cursor.fail("part " + shown(part) + " is not one of v1");
   cursor.expect(text::kRows.substr(1));
   header.row_lo = read_position(cursor);
   cursor.expect(":");
@@ -180,8 +180,8 @@ Status parse_whole(std::span<const std::uint8_t> bytes, std::uint64_t data_in_fi
   std::uint64_t data_bytes = 0;
   if (auto reason = why_invalid(header, data_bytes); !reason.empty()) return corrupt(std::move(reason));
   if (data_bytes != data_in_file) {
-    return corrupt("tensors of " + std::to_string(data_bytes) + " bytes in a file with " + std::to_string(data_in_file) +
-                   " bytes of data");
+    return corrupt("tensors of " + std::to_string(data_bytes) + " bytes in a file with " +
+                   std::to_string(data_in_file) + " bytes of data");
   }
   out = std::move(header);
   return Status::ok();

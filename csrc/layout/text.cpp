@@ -103,7 +103,7 @@ bool is_utf8(std::string_view text) {
   return true;
 }
 
-std::string quoted(std::string_view text) {
+std::string shown(std::string_view text) {
   constexpr std::size_t kLongest = 64;
   std::string out = "'";
   for (char c : text.substr(0, kLongest)) {
@@ -126,13 +126,13 @@ void Cursor::fail(const std::string& reason) const {
 
 void Cursor::expect(std::string_view literal) {
   if (!rest().starts_with(literal)) {
-    fail("expected " + quoted(literal) + ", found " + quoted(rest().substr(0, literal.size())));
+    fail("expected " + shown(literal) + ", found " + shown(rest().substr(0, literal.size())));
   }
   position_ += literal.size();
 }
 
 void Cursor::expect_end() {
-  if (!at_end()) fail("expected the end, found " + quoted(rest()));
+  if (!at_end()) fail("expected the end, found " + shown(rest()));
 }
 
 std::uint64_t Cursor::decimal(std::uint64_t max) {
@@ -140,7 +140,7 @@ std::uint64_t Cursor::decimal(std::uint64_t max) {
   while (end < text_.size() && text_[end] >= '0' && text_[end] <= '9') ++end;
   std::uint64_t value = 0;
   if (!read_decimal(text_.substr(position_, end - position_), max, value)) {
-    const auto found = quoted(end == position_ ? rest().substr(0, 1) : text_.substr(position_, end - position_));
+    const auto found = shown(end == position_ ? rest().substr(0, 1) : text_.substr(position_, end - position_));
     fail("expected a number up to " + std::to_string(max) + " without leading zeros, found " + found);
   }
   position_ = end;
@@ -150,7 +150,7 @@ std::uint64_t Cursor::decimal(std::uint64_t max) {
 std::uint64_t Cursor::hex64() {
   std::uint64_t value = 0;
   const auto digits = rest().substr(0, kHex64Digits);
-  if (!read_hex64(digits, value)) fail("expected 16 lower-case hexadecimal digits, found " + quoted(digits));
+  if (!read_hex64(digits, value)) fail("expected 16 lower-case hexadecimal digits, found " + shown(digits));
   position_ += kHex64Digits;
   return value;
 }
@@ -164,7 +164,7 @@ std::string_view Cursor::take(std::size_t count) {
 
 std::string_view Cursor::until(char stop) {
   const std::size_t found = rest().find(stop);
-  if (found == std::string_view::npos) fail("expected " + quoted({&stop, 1}) + " behind it");
+  if (found == std::string_view::npos) fail("no " + shown({&stop, 1}) + " ends it");
   const auto taken = take(found);
   ++position_;
   return taken;
@@ -201,7 +201,7 @@ char Cursor::unescape() {
   }
   const bool control = escape.size() == 6 && escape.starts_with("\\u00") && (escape[4] == '0' || escape[4] == '1') &&
                        hex_value(escape[5]) >= 0;
-  if (!control) fail("an escape that v1 does not write: " + quoted(escape));
+  if (!control) fail("an escape that v1 does not write: " + shown(escape));
   position_ += 5;
   return static_cast<char>((escape[4] - '0') * 16 + hex_value(escape[5]));
 }

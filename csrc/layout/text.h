@@ -30,7 +30,7 @@ void append_json_string(std::string& out, std::string_view text);
 bool is_utf8(std::string_view text);
 
 // Text for a message: bytes that are not printable ASCII spelled out, long ones cut.
-std::string quoted(std::string_view text);
+std::string shown(std::string_view text);
 
 // Reads a text from left to right.
 class Cursor {
