@@ -1,0 +1,71 @@
+"""Fixtures that several test files share: a real model, and small random ones that are fast on any machine."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+
+class RealModel(NamedTuple):
+    """SmolLM2-135M-Instruct: the model, its tokenizer, the folder, and whether matrix products are fast here."""
+
+    model: Any
+    tokenizer: Any
+    folder: Path
+    fast: bool
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """The prepared model folder; the first run on a machine downloads it."""
+    import smollm2 as preparation
+
+    return preparation.prepare()
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_folder: Path) -> RealModel:
+    import smollm2 as preparation
+
+    model, tokenizer = preparation.load(smollm2_folder)
+    return RealModel(model, tokenizer, smollm2_folder, preparation.has_fast_blas())
+
+
+@functools.cache
+def make_tiny_llama(dtype: str = "float32", layers: int = 3, kv_heads: int = 2, seed: int = 7) -> Any:
+    """An mlx-lm llama of random weights: 4 query heads of size 32, vocabulary 512. Equal arguments, equal weights."""
+    import mlx.core as mx
+    from mlx_lm.models import llama
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 512}
+    arguments = llama.ModelArgs(
+        model_type="llama",
+        num_hidden_layers=layers,
+        num_key_value_heads=kv_heads,
+        head_dim=32,
+        rms_norm_eps=1e-5,
+        **sizes,
+    )
+    # The weights depend on `seed` alone, and the caller's random state is left as it was.
+    state = [mx.array(word) for word in mx.random.state]
+    mx.random.seed(seed)
+    model = llama.Model(arguments)
+    model.set_dtype(getattr(mx, dtype))
+    mx.eval(model.parameters())
+    mx.random.state[:] = state
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> Callable[..., Any]:
+    """`tiny_llama(dtype="float16", layers=2)` gives a model; the same arguments give the same object."""
+    return make_tiny_llama
