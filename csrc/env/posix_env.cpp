@@ -1,0 +1,210 @@
+// posix_env.cpp: the real file system.
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "gather/fault_guard.h"
+#include "prefixcache/env.h"
+
+namespace prefixcache {
+
+namespace {
+
+Status error(const std::string& what, const std::string& path) {
+  const int number = errno;
+  const auto code = number == ENOENT || number == ENOTDIR ? StatusCode::NotFound : StatusCode::IOError;
+  return {code, what + " " + path + ": " + std::strerror(number), number};
+}
+
+FileInfo info_of(const struct stat& st) {
+  FileInfo info;
+  info.size = static_cast<std::uint64_t>(st.st_size);
+#ifdef __APPLE__
+  info.modified = static_cast<double>(st.st_mtimespec.tv_sec) + 1e-9 * static_cast<double>(st.st_mtimespec.tv_nsec);
+#else
+  info.modified = static_cast<double>(st.st_mtim.tv_sec) + 1e-9 * static_cast<double>(st.st_mtim.tv_nsec);
+#endif
+  info.inode = st.st_ino;
+  info.is_directory = S_ISDIR(st.st_mode);
+  info.is_regular = S_ISREG(st.st_mode);
+  return info;
+}
+
+class PosixFile : public ReadableFile {
+ public:
+  PosixFile(int fd, FileInfo info, std::string path) : fd_(fd), info_(info), path_(std::move(path)) {}
+  ~PosixFile() override {
+    if (!mapping_.empty()) ::munmap(const_cast<std::uint8_t*>(mapping_.data()), mapping_.size());
+    if (fd_ >= 0) ::close(fd_);
+  }
+
+  const FileInfo& info() const override { return info_; }
+
+  Status read(std::uint64_t offset, std::span<std::uint8_t> out) const override {
+    if (!mapping_.empty()) return read_mapping(offset, out);
+    while (!out.empty()) {
+      const ssize_t got = ::pread(fd_, out.data(), out.size(), static_cast<off_t>(offset));
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) return error("cannot read", path_);
+      if (got == 0) return {StatusCode::IOError, "unexpected end of " + path_, EIO};
+      out = out.subspan(static_cast<std::size_t>(got));
+      offset += static_cast<std::uint64_t>(got);
+    }
+    return Status::ok();
+  }
+
+  std::span<const std::uint8_t> map() override {
+    if (!mapping_.empty() || info_.size == 0) return mapping_;
+    void* address = ::mmap(nullptr, info_.size, PROT_READ, MAP_SHARED, fd_, 0);
+    if (address == MAP_FAILED) return {};
+    ::madvise(address, info_.size, MADV_WILLNEED);
+    mapping_ = {static_cast<const std::uint8_t*>(address), static_cast<std::size_t>(info_.size)};
+    // The mapping keeps the file; descriptors are scarcer.
+    ::close(fd_);
+    fd_ = -1;
+    return mapping_;
+  }
+
+ private:
+  Status read_mapping(std::uint64_t offset, std::span<std::uint8_t> out) const {
+    if (offset > mapping_.size() || out.size() > mapping_.size() - offset) {
+      return {StatusCode::IOError, "unexpected end of " + path_, EIO};
+    }
+    const std::uint8_t* source = mapping_.data() + offset;
+    if (!gather::run_guarded(mapping_, [&] { std::memcpy(out.data(), source, out.size()); })) {
+      return {StatusCode::IOError, "file shrank or failed while it was read: " + path_, EIO};
+    }
+    return Status::ok();
+  }
+
+  int fd_;
+  FileInfo info_;
+  std::string path_;
+  std::span<const std::uint8_t> mapping_;
+};
+
+Status write_all(int fd, const std::string& path, std::span<const std::span<const std::uint8_t>> pieces) {
+  // Some systems refuse one write above 2 GiB.
+  constexpr std::size_t kMostAtOnce = std::size_t{1} << 30;
+  for (auto piece : pieces) {
+    while (!piece.empty()) {
+      const ssize_t put = ::write(fd, piece.data(), std::min(piece.size(), kMostAtOnce));
+      if (put < 0 && errno == EINTR) continue;
+      if (put < 0) return error("cannot write", path);
+      piece = piece.subspan(static_cast<std::size_t>(put));
+    }
+  }
+  return Status::ok();
+}
+
+class PosixEnv : public Env {
+ public:
+  Status open(const std::string& path, std::unique_ptr<ReadableFile>& out) override {
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    if (fd < 0) return error("cannot open", path);
+    struct stat st;
+    if (::fstat(fd, &st) != 0) {
+      const Status status = error("cannot stat", path);
+      ::close(fd);
+      return status;
+    }
+    if (!S_ISREG(st.st_mode)) {
+      ::close(fd);
+      return {StatusCode::IOError, "not a regular file: " + path, EINVAL};
+    }
+    out = std::make_unique<PosixFile>(fd, info_of(st), path);
+    return Status::ok();
+  }
+
+  Status write_new(const std::string& path, std::span<const std::span<const std::uint8_t>> pieces) override {
+    const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (fd < 0) return error("cannot make", path);
+    Status status = write_all(fd, path, pieces);
+    if (::close(fd) != 0 && status.is_ok()) status = error("cannot close", path);
+    if (!status.is_ok()) ::unlink(path.c_str());
+    return status;
+  }
+
+  Status rename(const std::string& from, const std::string& to) override {
+    if (::rename(from.c_str(), to.c_str()) != 0) return error("cannot rename to", to);
+    return Status::ok();
+  }
+
+  Status remove(const std::string& path) override {
+    if (::unlink(path.c_str()) != 0) return error("cannot remove", path);
+    return Status::ok();
+  }
+
+  Status stat(const std::string& path, FileInfo& out) override {
+    struct stat st;
+    if (::lstat(path.c_str(), &st) != 0) return error("cannot stat", path);
+    out = info_of(st);
+    return Status::ok();
+  }
+
+  Status list(const std::string& path, std::vector<DirEntry>& out) override {
+    DIR* directory = ::opendir(path.c_str());
+    if (directory == nullptr) return error("cannot list", path);
+    out.clear();
+    while (const dirent* item = ::readdir(directory)) {
+      const std::string name = item->d_name;
+      if (name == "." || name == "..") continue;
+      struct stat st;
+      if (::fstatat(::dirfd(directory), name.c_str(), &st, AT_SYMLINK_NOFOLLOW) != 0) continue;
+      out.push_back({name, info_of(st)});
+    }
+    ::closedir(directory);
+    return Status::ok();
+  }
+
+  Status make_directories(const std::string& path) override {
+    for (std::size_t end = path.find('/', 1);; end = path.find('/', end + 1)) {
+      const std::string part = path.substr(0, end);
+      if (::mkdir(part.c_str(), 0700) != 0 && errno != EEXIST) return error("cannot make directory", part);
+      if (end == std::string::npos) break;
+    }
+    struct stat st;
+    if (::stat(path.c_str(), &st) != 0) return error("cannot stat", path);
+    if (!S_ISDIR(st.st_mode)) return {StatusCode::IOError, "not a directory: " + path, ENOTDIR};
+    return Status::ok();
+  }
+
+  Status check_private(const std::string& path) override {
+    struct stat st;
+    if (::stat(path.c_str(), &st) != 0) return error("cannot stat", path);
+    if (!S_ISDIR(st.st_mode)) return {StatusCode::IOError, "not a directory: " + path, ENOTDIR};
+    if (st.st_uid != ::geteuid()) {
+      return {StatusCode::IOError,
+              path + " belongs to user " + std::to_string(st.st_uid) + ", not to this one (" +
+                  std::to_string(::geteuid()) + ")",
+              EPERM};
+    }
+    if ((st.st_mode & 022) != 0) {
+      return {StatusCode::IOError, path + " may be written by its group or by others: chmod go-w it", EPERM};
+    }
+    return Status::ok();
+  }
+
+  double now() override {
+    timeval time;
+    ::gettimeofday(&time, nullptr);
+    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+  }
+};
+
+}  // namespace
+
+Env& Env::posix() {
+  static PosixEnv env;
+  return env;
+}
+
+}  // namespace prefixcache

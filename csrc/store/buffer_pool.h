@@ -1,0 +1,67 @@
+// buffer_pool.h: recycled memory for part images. Memory that was touched before is filled several times faster than
+// fresh memory, so what is given back is kept, within the bound.
+//
+// Threads: any.
+// Owns:    every byte it mapped; a Buffer returns its memory when its last reference ends, and keeps the pool alive.
+// Units:   bytes, rounded up to whole pages (64 KiB, or 2 MiB huge pages from 1 MiB on) and counted so.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+
+namespace prefixcache::store {
+
+class Buffer;
+
+class BufferPool : public std::enable_shared_from_this<BufferPool> {
+ public:
+  // `limit` bounds held(): memory in use and memory kept for reuse.
+  explicit BufferPool(std::uint64_t limit) : limit_(limit) {}
+  ~BufferPool();
+  BufferPool(const BufferPool&) = delete;
+  BufferPool& operator=(const BufferPool&) = delete;
+
+  // What a buffer of `size` bytes costs.
+  static std::uint64_t rounded(std::uint64_t size);
+
+  // Memory for `size` bytes, or null where the bound does not allow it: the caller frees something and asks again.
+  std::shared_ptr<Buffer> acquire(std::uint64_t size);
+
+  std::uint64_t limit() const { return limit_; }
+  std::uint64_t held() const;
+  std::uint64_t peak() const;
+
+ private:
+  friend class Buffer;
+  void give_back(std::uint8_t* data, std::uint64_t size);
+  void drop_spares_until(std::uint64_t room);
+
+  const std::uint64_t limit_;
+  mutable std::mutex mutex_;
+  std::multimap<std::uint64_t, std::uint8_t*> spares_;  // by size
+  std::uint64_t held_ = 0;
+  std::uint64_t peak_ = 0;
+};
+
+class Buffer {
+ public:
+  Buffer(std::shared_ptr<BufferPool> pool, std::uint8_t* data, std::uint64_t size)
+      : pool_(std::move(pool)), data_(data), size_(size) {}
+  ~Buffer() { pool_->give_back(data_, size_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  std::uint8_t* data() const { return data_; }
+  // As counted against the pool's bound, at least what was asked for.
+  std::uint64_t size() const { return size_; }
+
+ private:
+  std::shared_ptr<BufferPool> pool_;
+  std::uint8_t* data_;
+  std::uint64_t size_;
+};
+
+}  // namespace prefixcache::store

@@ -1,0 +1,124 @@
+#include "store/directory.h"
+
+#include <algorithm>
+
+#include <unistd.h>
+
+namespace prefixcache::store {
+
+namespace {
+
+constexpr std::string_view kVersionFolder = "/v1";
+constexpr std::string_view kTempPrefix = ".tmp-";
+
+}  // namespace
+
+Directory::Directory(Env& env, std::string root, const std::string& name_space, double temp_grace_seconds)
+    : env_(env),
+      root_(std::move(root)),
+      own_(root_ + std::string(kVersionFolder) + "/" + name_space),
+      temp_grace_seconds_(temp_grace_seconds) {}
+
+Status Directory::prepare() {
+  if (Status status = env_.make_directories(own_); !status.is_ok()) return status;
+  for (const std::string& path : {root_, root_ + std::string(kVersionFolder), own_}) {
+    if (Status status = env_.check_private(path); !status.is_ok()) return status;
+  }
+  return Status::ok();
+}
+
+std::string Directory::folder_of(const Key& key) const {
+  return own_ + "/" + key.hex().substr(0, 2);
+}
+
+std::string Directory::path_of(const layout::NameInfo& name) const {
+  return folder_of(name.key) + "/" + layout::file_name(name);
+}
+
+std::vector<FoundPart> Directory::scan() {
+  std::vector<FoundPart> parts;
+  std::vector<DirEntry> spaces;
+  if (!env_.list(root_ + std::string(kVersionFolder), spaces).is_ok()) return parts;
+  for (const auto& space : spaces) {
+    const std::string path = root_ + std::string(kVersionFolder) + "/" + space.name;
+    if (space.info.is_directory) scan_namespace(path, path == own_, parts);
+  }
+  std::lock_guard lock(foreign_mutex_);
+  std::sort(foreign_.begin(), foreign_.end(), [](const auto& a, const auto& b) { return a.modified > b.modified; });
+  return parts;
+}
+
+void Directory::scan_namespace(const std::string& path, bool own, std::vector<FoundPart>& parts) {
+  std::vector<DirEntry> folders;
+  std::vector<DirEntry> files;
+  if (!env_.list(path, folders).is_ok()) return;
+  for (const auto& folder : folders) {
+    const std::string below = path + "/" + folder.name;
+    if (!folder.info.is_directory || !env_.list(below, files).is_ok()) continue;
+    for (const auto& file : files) scan_file(below, file, own, parts);
+  }
+}
+
+void Directory::scan_file(const std::string& folder, const DirEntry& file, bool own, std::vector<FoundPart>& parts) {
+  if (!file.info.is_regular) return;
+  const std::string path = folder + "/" + file.name;
+  if (file.name.starts_with(kTempPrefix) && env_.now() - file.info.modified > temp_grace_seconds_) {
+    env_.remove(path);
+    return;
+  }
+  used_ += file.info.size;
+  FoundPart part;
+  if (own && layout::parse_file_name(file.name, part.name) && path == path_of(part.name)) {
+    part.bytes = file.info.size;
+    part.modified = file.info.modified;
+    parts.push_back(part);
+  } else if (!file.name.starts_with(kTempPrefix)) {
+    std::lock_guard lock(foreign_mutex_);
+    foreign_.push_back({path, file.info.size, file.info.modified});
+  }
+}
+
+Status Directory::write(const layout::NameInfo& name, std::span<const std::span<const std::uint8_t>> pieces) {
+  const std::string folder = folder_of(name.key);
+  const std::string temp =
+      folder + "/" + std::string(kTempPrefix) + std::to_string(::getpid()) + "-" + std::to_string(++temp_counter_);
+  Status status = env_.write_new(temp, pieces);
+  if (status.code() == StatusCode::NotFound) {
+    // First block in this folder, or somebody removed the tree.
+    status = env_.make_directories(folder);
+    if (status.is_ok()) status = env_.check_private(own_);
+    if (status.is_ok()) status = env_.write_new(temp, pieces);
+  }
+  if (!status.is_ok()) return status;
+  status = env_.rename(temp, path_of(name));
+  if (!status.is_ok()) {
+    env_.remove(temp);
+    return status;
+  }
+  for (const auto& piece : pieces) used_ += piece.size();
+  return Status::ok();
+}
+
+Status Directory::remove(const layout::NameInfo& name, std::uint64_t bytes) {
+  Status status = env_.remove(path_of(name));
+  if (status.is_ok() || status.code() == StatusCode::NotFound) {
+    used_ -= std::min(bytes, used_.load());
+    return Status::ok();
+  }
+  return status;
+}
+
+bool Directory::evict_foreign() {
+  Foreign victim;
+  {
+    std::lock_guard lock(foreign_mutex_);
+    if (foreign_.empty()) return false;
+    victim = std::move(foreign_.back());
+    foreign_.pop_back();
+  }
+  env_.remove(victim.path);
+  used_ -= std::min(victim.bytes, used_.load());
+  return true;
+}
+
+}  // namespace prefixcache::store

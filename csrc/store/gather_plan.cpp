@@ -1,0 +1,261 @@
+#include "store/gather_plan.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "gather/copy.h"
+#include "gather/fault_guard.h"
+#include "gather/huge_pages.h"
+#include "hash/checksum.h"
+#include "layout/mlx_compat.h"
+
+namespace prefixcache::store {
+
+namespace {
+
+// Long enough to amortise a call, short enough to be still in the cache when its checksum is taken.
+constexpr std::size_t kCheckedRun = std::size_t{64} << 10;
+
+std::size_t find_tensor(const layout::PartHeader& header, const std::string& name, std::size_t guess) {
+  const auto& tensors = header.tensors;
+  if (guess < tensors.size() && tensors[guess].name == name) return guess;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].name == name) return i;
+  }
+  return tensors.size();
+}
+
+bool same_but_rows(const layout::TensorInfo& a, const layout::TensorInfo& b) {
+  if (a.dtype != b.dtype || a.seq_axis != b.seq_axis || a.shape.size() != b.shape.size()) return false;
+  for (std::size_t d = 0; d < a.shape.size(); ++d) {
+    if (static_cast<int>(d) != a.seq_axis && a.shape[d] != b.shape[d]) return false;
+  }
+  return true;
+}
+
+// Brings a mapped range in with one call instead of a fault for each page. A failure shows when the bytes are read.
+void bring_in([[maybe_unused]] std::span<const std::uint8_t> bytes) {
+#ifdef MADV_POPULATE_READ
+  static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto lo = reinterpret_cast<std::uintptr_t>(bytes.data()) / page * page;
+  const auto hi = reinterpret_cast<std::uintptr_t>(bytes.data()) + bytes.size();
+  ::madvise(reinterpret_cast<void*>(lo), hi - lo, MADV_POPULATE_READ);
+#endif
+}
+
+}  // namespace
+
+Status GatherPlan::make(const GatherRequest& request, std::span<const Source> sources, GatherPlan& out,
+                        std::size_t& bad_block) {
+  out.sources_ = sources;
+  out.block_bytes_.assign(sources.size(), 0);
+  if (Status status = out.plan_rows(request, bad_block); !status.is_ok()) return status;
+  const auto& last = sources.back().header();
+  if (!request.slots.empty()) {
+    for (const auto& name : request.slots) {
+      if (Status status = out.add_slot(request, name, bad_block); !status.is_ok()) return status;
+    }
+    return Status::ok();
+  }
+  for (const auto& tensor : last.tensors) {
+    if (Status status = out.add_slot(request, tensor.name, bad_block); !status.is_ok()) return status;
+  }
+  return Status::ok();
+}
+
+Status GatherPlan::plan_rows(const GatherRequest& request, std::size_t& bad_block) {
+  std::int64_t next = -1;
+  for (std::size_t i = 0; i < sources_.size(); ++i) {
+    const auto& header = sources_[i].header();
+    const bool follows = next < 0 ? header.row_lo <= request.row_lo : header.row_lo == next;
+    if (!follows) {
+      bad_block = i;
+      return {StatusCode::NotFound, "block " + std::to_string(i) + " has rows from " + std::to_string(header.row_lo) +
+                                        ", needed from " + std::to_string(next < 0 ? request.row_lo : next)};
+    }
+    next = header.row_hi;
+    BlockRows rows;
+    rows.first = header.row_lo;
+    rows.count = header.row_hi - header.row_lo;
+    rows.take_lo = std::clamp<std::int64_t>(request.row_lo - rows.first, 0, rows.count);
+    rows.take_hi = std::clamp<std::int64_t>(request.row_hi - rows.first, rows.take_lo, rows.count);
+    rows.place = rows.first + rows.take_lo - request.row_lo;
+    blocks_.push_back(rows);
+  }
+  if (next < request.row_hi) {
+    bad_block = sources_.size() - 1;
+    return {StatusCode::NotFound, "the last block has rows up to " + std::to_string(next) + ", needed up to " +
+                                      std::to_string(request.row_hi)};
+  }
+  return Status::ok();
+}
+
+Status GatherPlan::add_slot(const GatherRequest& request, const std::string& name, std::size_t& bad_block) {
+  const auto& last = sources_.back().header();
+  const std::size_t in_last = find_tensor(last, name, slots_.size());
+  if (in_last == last.tensors.size()) {
+    bad_block = sources_.size() - 1;
+    return {StatusCode::NotFound, "no slot '" + name + "' is stored"};
+  }
+  const auto& tensor = last.tensors[in_last];
+  Slot slot;
+  slot.name = name;
+  slot.dtype = tensor.dtype;
+  slot.shape = tensor.shape;
+  slot.seq_axis = tensor.seq_axis;
+  slot.row_bytes = mlx::core::size_of(tensor.dtype);
+  for (std::size_t d = 0; d < slot.shape.size(); ++d) {
+    const auto extent = static_cast<std::size_t>(slot.shape[d]);
+    if (static_cast<int>(d) < slot.seq_axis) slot.outer *= extent;
+    if (static_cast<int>(d) > slot.seq_axis) slot.row_bytes *= extent;
+  }
+  if (slot.seq_axis != kNoSeqAxis) {
+    slot.capacity = request.capacity;
+    slot.rows = request.row_hi - request.row_lo;
+    slot.shape[slot.seq_axis] = static_cast<mlx::core::ShapeElem>(request.capacity);
+  }
+  for (std::size_t i = 0; i < sources_.size(); ++i) {
+    const auto& header = sources_[i].header();
+    const std::size_t found = find_tensor(header, name, in_last);
+    if (found == header.tensors.size() || !same_but_rows(header.tensors[found], tensor)) {
+      bad_block = i;
+      return {StatusCode::NotFound, "block " + std::to_string(i) + " holds slot '" + name + "' in another form"};
+    }
+    slot.tensors.push_back(found);
+    const bool whole = slot.seq_axis == kNoSeqAxis;
+    const auto rows = static_cast<std::uint64_t>(blocks_[i].take_hi - blocks_[i].take_lo);
+    if (!whole) block_bytes_[i] += rows * slot.outer * slot.row_bytes;
+    if (whole && i + 1 == sources_.size()) block_bytes_[i] += slot.row_bytes;
+  }
+  slots_.push_back(std::move(slot));
+  return Status::ok();
+}
+
+Status GatherPlan::allocate() {
+  try {
+    for (auto& slot : slots_) {
+      arrays_.push_back(make_uninitialised(slot.shape, slot.dtype));
+      slot.data = arrays_.back().data<std::uint8_t>();
+      gather::advise_huge_pages(slot.data, arrays_.back().nbytes());
+    }
+  } catch (const std::bad_alloc& e) {
+    return {StatusCode::Full, e.what()};
+  } catch (const std::runtime_error& e) {
+    // MLX's allocators report exhaustion this way.
+    return {StatusCode::Full, e.what()};
+  }
+  return Status::ok();
+}
+
+std::vector<Status> GatherPlan::run(gather::ThreadPool& threads, Verify verify) {
+  std::vector<Status> results(blocks_.size());
+  std::mutex mutex;
+  const std::size_t copies = slots_.size() * blocks_.size();
+  threads.parallel_for(copies + slots_.size(), [&](std::size_t i) {
+    if (i >= copies) {
+      clear_spare_rows(slots_[i - copies]);
+      return;
+    }
+    const std::size_t block = i % blocks_.size();
+    Status status = copy(slots_[i / blocks_.size()], block, verify);
+    if (status.is_ok()) return;
+    std::lock_guard lock(mutex);
+    results[block] = std::move(status);
+  });
+  return results;
+}
+
+Status GatherPlan::copy(const Slot& slot, std::size_t block, Verify verify) const {
+  // Arrays without rows are exact only at the end of the last block.
+  const bool last = block + 1 == blocks_.size();
+  if (slot.seq_axis == kNoSeqAxis && !last) return Status::ok();
+  const Source& source = sources_[block];
+  const std::size_t index = slot.tensors[block];
+  const auto& tensor = source.header().tensors[index];
+  if (source.image) return copy_bytes(slot, block, source.image->data().subspan(tensor.offset, tensor.nbytes), {}, false);
+
+  PartFile& file = *source.file;
+  const bool check = verify == Verify::always || (verify == Verify::first && !file.verified(index));
+  const std::uint64_t offset = file.data_offset() + tensor.offset;
+  Status status;
+  if (!file.mapping().empty()) {
+    const auto bytes = file.mapping().subspan(offset, tensor.nbytes);
+    if (file.first_touch(index)) bring_in(bytes);
+    status = copy_bytes(slot, block, bytes, file.mapping(), check);
+  } else {
+    std::vector<std::uint8_t> bytes(tensor.nbytes);
+    status = file.read(offset, bytes);
+    if (status.is_ok()) status = copy_bytes(slot, block, bytes, {}, check);
+  }
+  if (status.is_ok() && check) file.set_verified(index);
+  return status;
+}
+
+Status GatherPlan::copy_bytes(const Slot& slot, std::size_t block, std::span<const std::uint8_t> tensor,
+                              std::span<const std::uint8_t> guarded, bool check) const {
+  const BlockRows& rows = blocks_[block];
+  const bool whole = slot.seq_axis == kNoSeqAxis;
+  const std::size_t strip = whole ? slot.row_bytes : static_cast<std::size_t>(rows.count) * slot.row_bytes;
+  const std::size_t skip = whole ? 0 : static_cast<std::size_t>(rows.take_lo) * slot.row_bytes;
+  const std::size_t size = whole ? strip : static_cast<std::size_t>(rows.take_hi) * slot.row_bytes - skip;
+  const std::size_t out_strip = static_cast<std::size_t>(slot.capacity) * slot.row_bytes;
+  std::uint8_t* out = slot.data + (whole ? 0 : static_cast<std::size_t>(rows.place) * slot.row_bytes);
+
+  hash::Xxh3Stream sum;
+  const auto body = [&] {
+    for (std::size_t o = 0; o < slot.outer; ++o) {
+      const std::uint8_t* from = tensor.data() + o * strip;
+      std::uint8_t* to = out + o * out_strip;
+      if (!check) {
+        gather::copy_streaming(to, from + skip, size);
+        continue;
+      }
+      sum.update({from, skip});
+      for (std::size_t at = 0; at < size; at += kCheckedRun) {
+        const std::size_t run = std::min(kCheckedRun, size - at);
+        std::memcpy(to + at, from + skip + at, run);
+        // Of the copy, not of the source: what is handed out is what was checked.
+        sum.update({to + at, run});
+      }
+      sum.update({from + skip + size, strip - skip - size});
+    }
+  };
+  bool intact = true;
+  if (guarded.empty()) {
+    body();
+  } else {
+    intact = gather::run_guarded(guarded, body);
+  }
+  if (!intact) return {StatusCode::IOError, "a mapped file shrank or failed while it was read"};
+  const auto& info = sources_[block].header().tensors[slot.tensors[block]];
+  if (check && sum.digest() != info.digest) {
+    return {StatusCode::Corrupt, "the checksum of slot '" + slot.name + "' does not match"};
+  }
+  return Status::ok();
+}
+
+void GatherPlan::clear_spare_rows(const Slot& slot) {
+  const auto spare = static_cast<std::size_t>(slot.capacity - slot.rows) * slot.row_bytes;
+  if (slot.seq_axis == kNoSeqAxis || spare == 0) return;
+  const std::size_t out_strip = static_cast<std::size_t>(slot.capacity) * slot.row_bytes;
+  for (std::size_t o = 0; o < slot.outer; ++o) std::memset(slot.data + (o + 1) * out_strip - spare, 0, spare);
+}
+
+std::vector<GatheredSlot> GatherPlan::take_results() {
+  std::vector<GatheredSlot> results;
+  results.reserve(slots_.size());
+  for (std::size_t i = 0; i < slots_.size(); ++i) {
+    results.push_back({slots_[i].name, slots_[i].seq_axis, std::move(arrays_[i])});
+  }
+  arrays_.clear();
+  return results;
+}
+
+}  // namespace prefixcache::store

@@ -1,0 +1,73 @@
+// gather_plan.h: which bytes of which blocks go where, checked before anything is copied.
+//
+// Threads: a plan is built and run by one caller; run() shares the copies with the pool's threads.
+// Units:   rows are tokens; bytes for sizes.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include <mlx/array.h>
+
+#include "gather/thread_pool.h"
+#include "prefixcache/gather.h"
+#include "store/store_impl.h"
+
+namespace prefixcache::store {
+
+// What one block contributes.
+struct BlockRows {
+  std::int64_t first = 0;    // position of its first stored row
+  std::int64_t count = 0;    // rows stored
+  std::int64_t take_lo = 0;  // rows taken, counted from its first
+  std::int64_t take_hi = 0;
+  std::int64_t place = 0;    // row of the result where they go
+};
+
+class GatherPlan {
+ public:
+  // Fails with NotFound and the number of the first block that does not continue the one before it, or that differs
+  // from the last one in a slot's name, dtype or shape.
+  static Status make(const GatherRequest& request, std::span<const Source> sources, GatherPlan& out,
+                     std::size_t& bad_block);
+
+  // Fresh arrays for the results. Full where the device has no memory for them.
+  Status allocate();
+
+  // Copies. Returns for each block what went wrong with it, all Ok if nothing did.
+  std::vector<Status> run(gather::ThreadPool& threads, Verify verify);
+
+  std::vector<GatheredSlot> take_results();
+  std::uint64_t bytes_of(std::size_t block) const { return block_bytes_[block]; }
+
+ private:
+  struct Slot {
+    std::string name;
+    mlx::core::Dtype dtype = mlx::core::uint8;
+    mlx::core::Shape shape;  // of the result
+    int seq_axis = kNoSeqAxis;
+    std::size_t outer = 1;
+    std::size_t row_bytes = 0;  // of one row of one outer index; the whole tensor if there is no sequence axis
+    std::int64_t capacity = 1;
+    std::int64_t rows = 1;              // filled
+    std::vector<std::size_t> tensors;   // of each block
+    std::uint8_t* data = nullptr;
+  };
+
+  Status add_slot(const GatherRequest& request, const std::string& name, std::size_t& bad_block);
+  Status plan_rows(const GatherRequest& request, std::size_t& bad_block);
+  Status copy(const Slot& slot, std::size_t block, Verify verify) const;
+  Status copy_bytes(const Slot& slot, std::size_t block, std::span<const std::uint8_t> tensor,
+                    std::span<const std::uint8_t> guarded, bool check) const;
+  static void clear_spare_rows(const Slot& slot);
+
+  std::span<const Source> sources_;
+  std::vector<BlockRows> blocks_;
+  std::vector<Slot> slots_;
+  std::vector<mlx::core::array> arrays_;
+  std::vector<std::uint64_t> block_bytes_;
+};
+
+}  // namespace prefixcache::store

@@ -1,0 +1,23 @@
+// image.h: a part in RAM, as it lies in its file.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "layout/block_file.h"
+#include "store/buffer_pool.h"
+
+namespace prefixcache::store {
+
+// Immutable once it is in the index, but for the tensors' digests, which the writer fills before it encodes the header
+// and which nobody reads from an image.
+struct Image {
+  layout::PartHeader header;
+  std::shared_ptr<Buffer> buffer;
+  std::uint64_t data_bytes = 0;
+
+  std::span<const std::uint8_t> data() const { return {buffer->data(), static_cast<std::size_t>(data_bytes)}; }
+};
+
+}  // namespace prefixcache::store

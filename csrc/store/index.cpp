@@ -1,0 +1,120 @@
+#include "store/index.h"
+
+#include <algorithm>
+
+#include "layout/block_file.h"
+
+namespace prefixcache::store {
+
+Entry* Index::find(const Key& key) const {
+  const auto found = entries_.find(key);
+  return found == entries_.end() ? nullptr : found->second.get();
+}
+
+PartRecord* Index::find(const Key& key, Part part) const {
+  Entry* entry = find(key);
+  return entry == nullptr ? nullptr : entry->parts[static_cast<int>(part)].get();
+}
+
+Entry& Index::entry(const Key& key, std::uint64_t parent_prefix, std::int64_t depth) {
+  auto& slot = entries_[key];
+  if (slot == nullptr) {
+    slot = std::make_unique<Entry>();
+    slot->key = key;
+    slot->parent_prefix = parent_prefix;
+    slot->depth = depth;
+    children_[parent_prefix].push_back(slot.get());
+  }
+  return *slot;
+}
+
+PartRecord& Index::part(Entry& entry, Part part) {
+  auto& slot = entry.parts[static_cast<int>(part)];
+  if (slot == nullptr) {
+    slot = std::make_unique<PartRecord>();
+    slot->entry = &entry;
+    slot->part = part;
+    ++part_count_;
+  }
+  return *slot;
+}
+
+void Index::set_parent(Entry& entry, const Key& parent) {
+  entry.parent = parent;
+  entry.parent_known = true;
+}
+
+PartRecord* Index::parent_of(const PartRecord& record) const {
+  const Entry& entry = *record.entry;
+  return entry.parent_known ? find(entry.parent, record.part) : nullptr;
+}
+
+bool Index::has_child(const PartRecord& record) const {
+  return children_.contains(layout::parent_prefix(record.entry->key));
+}
+
+void Index::add_to_ram(PartRecord& record) {
+  if (record.in_ram_order) return;
+  PartRecord* parent = parent_of(record);
+  record.ram_place = ram_.insert(&record, parent != nullptr && parent->in_ram_order ? &parent->ram_place : nullptr);
+  record.in_ram_order = true;
+  if (has_child(record)) touch(record);
+}
+
+void Index::add_to_disk(PartRecord& record) {
+  if (record.in_disk_order) return;
+  PartRecord* parent = parent_of(record);
+  record.disk_place = disk_.insert(&record, parent != nullptr && parent->in_disk_order ? &parent->disk_place : nullptr);
+  record.in_disk_order = true;
+  if (has_child(record)) touch(record);
+}
+
+void Index::remove_from_ram(PartRecord& record) {
+  if (record.in_ram_order) ram_.remove(record.ram_place);
+  record.in_ram_order = false;
+}
+
+void Index::remove_from_disk(PartRecord& record) {
+  if (record.in_disk_order) disk_.remove(record.disk_place);
+  record.in_disk_order = false;
+}
+
+void Index::remove(PartRecord& record) {
+  remove_from_ram(record);
+  remove_from_disk(record);
+  Entry& entry = *record.entry;
+  entry.parts[static_cast<int>(record.part)].reset();
+  --part_count_;
+  const bool empty = std::none_of(entry.parts.begin(), entry.parts.end(), [](const auto& p) { return p != nullptr; });
+  if (!empty) return;
+  const auto siblings = children_.find(entry.parent_prefix);
+  std::erase(siblings->second, &entry);
+  if (siblings->second.empty()) children_.erase(siblings);
+  const Key key = entry.key;
+  entries_.erase(key);
+}
+
+void Index::touch(PartRecord& record) {
+  for (PartRecord* at = &record; at != nullptr; at = parent_of(*at)) {
+    if (at->in_ram_order) ram_.to_front(at->ram_place);
+    if (at->in_disk_order) disk_.to_front(at->disk_place);
+  }
+}
+
+std::vector<Entry*> Index::children(std::uint64_t parent_prefix) const {
+  const auto found = children_.find(parent_prefix);
+  return found == children_.end() ? std::vector<Entry*>{} : found->second;
+}
+
+std::vector<PartRecord*> Index::all() const {
+  std::vector<PartRecord*> records;
+  records.reserve(part_count_);
+  for (const auto& [key, entry] : entries_) {
+    for (const auto& part : entry->parts) {
+      if (part != nullptr) records.push_back(part.get());
+    }
+  }
+  return records;
+}
+
+}  // namespace prefixcache::store

@@ -1,0 +1,115 @@
+// index.h: which parts exist, where, and in which order they may go.
+//
+// Threads: none of its own: the store's mutex guards every call.
+// Owns:    its entries; pointers to them stay valid until the entry is removed.
+// Units:   bytes for sizes, tokens for depths.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "prefixcache/block_hash.h"
+#include "prefixcache/slot.h"
+#include "store/image.h"
+#include "store/part_file.h"
+
+namespace prefixcache::store {
+
+struct Entry;
+struct PartRecord;
+
+// Parts in the order of their last use, such that no part is newer than the same part of its parent: the last one is
+// always the deepest of its chain, and what stays after evictions are prefixes.
+class ChainLru {
+ public:
+  using Place = std::list<PartRecord*>::iterator;
+
+  // Puts `record` behind `parent`'s, or in front of all if the parent is not here.
+  Place insert(PartRecord* record, const Place* parent) {
+    return order_.insert(parent == nullptr ? order_.begin() : std::next(*parent), record);
+  }
+  void to_front(Place place) { order_.splice(order_.begin(), order_, place); }
+  void remove(Place place) { order_.erase(place); }
+  const std::list<PartRecord*>& order() const { return order_; }
+
+ private:
+  std::list<PartRecord*> order_;  // newest first
+};
+
+struct PartRecord {
+  Entry* entry = nullptr;
+  Part part = Part::kv;
+  // Positions of the rows; unknown (-1) until the header of a file found on disk is read.
+  std::int64_t row_lo = -1;
+  std::int64_t row_hi = -1;
+  std::shared_ptr<Image> image;     // in RAM, or waiting to be written
+  std::shared_ptr<PartFile> file;   // open, once it was read
+  bool waiting = false;             // queued for the writer: the image must stay
+  bool on_disk = false;
+  std::uint64_t file_bytes = 0;
+  bool in_ram_order = false;
+  bool in_disk_order = false;
+  ChainLru::Place ram_place;
+  ChainLru::Place disk_place;
+};
+
+// A block's own tokens and the content keys that first apply in it.
+struct BlockText {
+  std::vector<std::uint32_t> tokens;
+  std::vector<ContentKey> content;
+};
+
+struct Entry {
+  Key key;
+  std::uint64_t parent_prefix = 0;
+  Key parent;
+  bool parent_known = false;  // files found on disk tell only its first 8 bytes until they are read
+  std::int64_t depth = 0;
+  std::shared_ptr<const BlockText> text;  // null until known
+  std::array<std::unique_ptr<PartRecord>, kPartCount> parts;
+};
+
+class Index {
+ public:
+  Entry* find(const Key& key) const;
+  PartRecord* find(const Key& key, Part part) const;
+
+  // The entry of `key`, made if it is new.
+  Entry& entry(const Key& key, std::uint64_t parent_prefix, std::int64_t depth);
+  PartRecord& part(Entry& entry, Part part);
+  void set_parent(Entry& entry, const Key& parent);
+
+  // In this tier's order; newer than everything below it in the chain.
+  void add_to_ram(PartRecord& record);
+  void add_to_disk(PartRecord& record);
+  void remove_from_ram(PartRecord& record);
+  void remove_from_disk(PartRecord& record);
+  // Drops the record, and its entry with the last one. The caller has taken it from both orders' sums.
+  void remove(PartRecord& record);
+
+  // Makes the chain that ends at `record` the newest, its deepest block the oldest of it.
+  void touch(PartRecord& record);
+
+  std::vector<Entry*> children(std::uint64_t parent_prefix) const;
+  std::vector<PartRecord*> all() const;
+  std::size_t part_count() const { return part_count_; }
+  std::size_t ram_count() const { return ram_.order().size(); }
+  const std::list<PartRecord*>& ram_order() const { return ram_.order(); }
+  const std::list<PartRecord*>& disk_order() const { return disk_.order(); }
+
+ private:
+  PartRecord* parent_of(const PartRecord& record) const;
+  bool has_child(const PartRecord& record) const;
+
+  std::unordered_map<Key, std::unique_ptr<Entry>> entries_;
+  std::unordered_map<std::uint64_t, std::vector<Entry*>> children_;
+  ChainLru ram_;
+  ChainLru disk_;
+  std::size_t part_count_ = 0;
+};
+
+}  // namespace prefixcache::store

@@ -1,0 +1,203 @@
+// store_impl.cpp: opening, closing, forgetting, counting.
+#include "store/store_impl.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cerrno>
+#include <cmath>
+#include <stdexcept>
+
+#include "layout/block_file.h"
+
+namespace prefixcache {
+
+std::unique_ptr<BlockStore> BlockStore::open(const Options& options) {
+  return std::make_unique<store::StoreImpl>(options);
+}
+
+namespace store {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& field, const std::string& value, const std::string& expected) {
+  throw std::invalid_argument("[BlockStore::open] " + field + " is " + value + ", expected " + expected);
+}
+
+bool is_name(const std::string& text) {
+  const auto allowed = [](char c) {
+    return (std::isalnum(static_cast<unsigned char>(c)) != 0 && static_cast<unsigned char>(c) < 128) || c == '.' ||
+           c == '_' || c == '-';
+  };
+  return !text.empty() && text.size() <= 128 && text[0] != '.' && std::all_of(text.begin(), text.end(), allowed);
+}
+
+const Options& checked(const Options& options) {
+  constexpr std::uint64_t kMostBytes = std::uint64_t{1} << 60;
+  if (!is_name(options.name_space)) {
+    refuse("name_space", "'" + options.name_space + "'", "1..128 characters of [A-Za-z0-9._-], not beginning with '.'");
+  }
+  if (options.directory.empty() && options.write != WritePolicy::ram_only) {
+    refuse("directory", "''", "a path (only ram_only works without one)");
+  }
+  for (const auto& [field, value] : {std::pair{"ram_bytes", options.ram_bytes},
+                                     std::pair{"disk_bytes", options.disk_bytes},
+                                     std::pair{"queue_bytes", options.queue_bytes}}) {
+    if (value > kMostBytes) refuse(field, std::to_string(value), "at most 2^60 bytes");
+  }
+  for (const auto& [field, value] : {std::pair{"put_wait_seconds", options.put_wait_seconds},
+                                     std::pair{"temp_grace_seconds", options.temp_grace_seconds}}) {
+    if (!std::isfinite(value) || value < 0) refuse(field, std::to_string(value), "seconds, 0 or more");
+  }
+  if (options.threads < 0 || options.threads > 256) refuse("threads", std::to_string(options.threads), "0..256");
+  return options;
+}
+
+}  // namespace
+
+StoreImpl::StoreImpl(const Options& options)
+    : options_(checked(options)),
+      env_(options.env != nullptr ? *options.env : Env::posix()),
+      pool_(std::make_shared<BufferPool>(options.ram_bytes)),
+      queue_pool_(std::make_shared<BufferPool>(options.queue_bytes)),
+      threads_(options.threads) {
+  if (options_.write == WritePolicy::ram_only) return;
+  while (options_.directory.size() > 1 && options_.directory.back() == '/') options_.directory.pop_back();
+  directory_ = std::make_unique<Directory>(env_, options_.directory, options_.name_space, options_.temp_grace_seconds);
+  const Status ready = directory_->prepare();
+  if (ready.error_number() == EPERM || ready.error_number() == ENOTDIR) {
+    refuse("directory", "'" + options_.directory + "'", "a directory only this user can write to: " + ready.message());
+  }
+  stats_.degraded = !ready.is_ok();
+  stats_.last_error = ready.message();
+  if (ready.is_ok()) load_index();
+  writer_ = std::make_unique<Writer>(options_.queue_bytes, [this](const auto& image) { return write_image(image); });
+}
+
+StoreImpl::~StoreImpl() {
+  close();
+}
+
+void StoreImpl::load_index() {
+  std::vector<FoundPart> found = directory_->scan();
+  // A block is as recent as the most recent of its descendants, so that eviction stays deepest first.
+  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.name.depth > b.name.depth; });
+  std::unordered_map<std::uint64_t, double> newest;
+  std::unordered_map<std::uint64_t, Key> by_prefix;
+  for (auto& part : found) {
+    const std::uint64_t prefix = layout::parent_prefix(part.name.key);
+    by_prefix[prefix] = part.name.key;
+    auto& own = newest[prefix];
+    own = std::max(own, part.modified);
+    part.modified = own;
+    auto& parents = newest[part.name.parent_prefix];
+    parents = std::max(parents, own);
+  }
+  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.modified < b.modified; });
+  Lock lock(mutex_);
+  for (const auto& part : found) {
+    Entry& entry = index_.entry(part.name.key, part.name.parent_prefix, part.name.depth);
+    if (const auto parent = by_prefix.find(part.name.parent_prefix); parent != by_prefix.end()) {
+      index_.set_parent(entry, parent->second);
+    }
+    PartRecord& record = index_.part(entry, part.name.part);
+    record.on_disk = true;
+    record.file_bytes = part.bytes;
+    index_.add_to_disk(record);
+  }
+}
+
+layout::NameInfo StoreImpl::name_of(const PartRecord& record) {
+  return {record.entry->key, record.entry->parent_prefix, record.entry->depth, record.part};
+}
+
+void StoreImpl::drop(PartRecord& record, std::vector<FileToRemove>& files) {
+  if (record.on_disk) files.push_back({name_of(record), record.file_bytes});
+  index_.remove(record);
+}
+
+Status StoreImpl::remove_files(const std::vector<FileToRemove>& files) {
+  Status first;
+  for (const auto& file : files) {
+    Status status = directory_->remove(file.name, file.bytes);
+    if (!status.is_ok() && first.is_ok()) first = std::move(status);
+  }
+  return first;
+}
+
+bool StoreImpl::changed_on_disk(const PartRecord& record) const {
+  FileInfo info;
+  const Status status = env_.stat(directory_->path_of(name_of(record)), info);
+  return status.code() == StatusCode::NotFound || (status.is_ok() && info.size != record.file_bytes);
+}
+
+void StoreImpl::forget(const Key& key, Part part, const Status& why) {
+  std::vector<FileToRemove> files;
+  {
+    Lock lock(mutex_);
+    PartRecord* record = index_.find(key, part);
+    if (record == nullptr) return;
+    // What could not be read may be there again later: only its place in the index goes.
+    if (why.code() == StatusCode::IOError && !changed_on_disk(*record)) record->on_disk = false;
+    ++(why.code() == StatusCode::NotFound ? stats_.lost_parts : stats_.corrupt_parts);
+    stats_.last_error = why.message();
+    drop(*record, files);
+  }
+  remove_files(files);
+}
+
+Status StoreImpl::erase(std::span<const Key> keys, std::span<const Part> parts) {
+  if (closed_) return {StatusCode::Closed, "the store is closed"};
+  std::vector<FileToRemove> files;
+  {
+    Lock lock(mutex_);
+    for (const auto& key : keys) {
+      for (const Part part : parts) {
+        if (PartRecord* record = index_.find(key, part)) drop(*record, files);
+      }
+    }
+  }
+  return remove_files(files);
+}
+
+Status StoreImpl::clear() {
+  if (closed_) return {StatusCode::Closed, "the store is closed"};
+  std::vector<FileToRemove> files;
+  {
+    Lock lock(mutex_);
+    for (PartRecord* record : index_.all()) drop(*record, files);
+  }
+  return remove_files(files);
+}
+
+Status StoreImpl::flush() {
+  if (closed_) return {StatusCode::Closed, "the store is closed"};
+  return writer_ ? writer_->flush() : Status::ok();
+}
+
+StoreStats StoreImpl::stats() const {
+  Lock lock(mutex_);
+  StoreStats stats = stats_;
+  stats.parts = index_.part_count();
+  stats.parts_in_ram = index_.ram_count();
+  stats.ram_bytes = pool_->held();
+  stats.ram_peak_bytes = pool_->peak();
+  stats.queued_bytes = writer_ ? writer_->queued_bytes() : 0;
+  stats.disk_bytes = directory_ ? directory_->used() : 0;
+  return stats;
+}
+
+Status StoreImpl::close() {
+  if (closed_.exchange(true)) return Status::ok();
+  Status status;
+  if (writer_) {
+    status = writer_->flush();
+    writer_->stop();
+  }
+  Lock lock(mutex_);
+  std::vector<FileToRemove> kept;
+  for (PartRecord* record : index_.all()) drop(*record, kept);
+  return status;
+}
+
+}  // namespace store
+}  // namespace prefixcache

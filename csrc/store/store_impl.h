@@ -1,0 +1,99 @@
+// store_impl.h: the BlockStore behind the public interface. Its methods lie in files by line: put, gather, lookup.
+//
+// Threads: mutex_ guards the index and the counters; copies and file access run outside of it.
+// Owns:    pool, writer, directory, index. Worker threads see bytes only.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+
+#include "gather/thread_pool.h"
+#include "prefixcache/block_store.h"
+#include "store/directory.h"
+#include "store/index.h"
+#include "store/writer.h"
+
+namespace prefixcache::store {
+
+// Where one block of a gather is read from. Keeps what it points to alive.
+struct Source {
+  std::shared_ptr<Image> image;
+  std::shared_ptr<PartFile> file;
+  const layout::PartHeader& header() const { return image ? image->header : file->header(); }
+};
+
+class StoreImpl : public BlockStore {
+ public:
+  explicit StoreImpl(const Options& options);
+  ~StoreImpl() override;
+
+  const Options& options() const override { return options_; }
+  Status put(const PutRequest& request) override;
+  std::vector<Presence> presence(std::span<const Key> keys) const override;
+  std::size_t longest_prefix(
+      std::span<const Key> keys, const Key& root, std::int64_t block_size, Part part) override;
+  std::vector<Child> children(const Key& parent) override;
+  ChildMatch longest_child(const Key& parent, std::int64_t start, std::span<const std::uint32_t> tokens,
+                           std::span<const ContentKey> content, Part part) override;
+  Gathered gather(const GatherRequest& request) override;
+  Gathered load(const Key& key, Part part) override;
+  Status erase(std::span<const Key> keys, std::span<const Part> parts) override;
+  Status clear() override;
+  Status flush() override;
+  StoreStats stats() const override;
+  Status close() override;
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  // opening
+  void load_index();
+
+  // put
+  bool already_there(const PutRequest& request);
+  std::shared_ptr<Buffer> acquire_buffer(std::uint64_t bytes);
+  bool evict_one_from_ram();
+  bool insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool to_disk);
+  // on the writer's thread
+  Status write_image(const std::shared_ptr<Image>& image);
+  Status make_disk_room(std::uint64_t bytes);
+  void finish_write(const std::shared_ptr<Image>& image, const Status& status, std::uint64_t file_bytes);
+
+  // lookup
+  bool find_on_disk(const Key& key, const Key& parent, std::int64_t depth, Part part);
+  std::shared_ptr<const BlockText> text_of(const Key& key, const Key& parent, Part part);
+
+  // gather
+  Status source_of(const Key& key, Part part, Source& out);
+  Status open_file(const Key& key, Part part, std::shared_ptr<PartFile>& out);
+  void limit_open_files();
+  void forget(const Key& key, Part part, const Status& why);
+  bool changed_on_disk(const PartRecord& record) const;
+
+  // Takes a record out of the index; its file, if it has one, is appended to `files` for remove_files().
+  struct FileToRemove {
+    layout::NameInfo name;
+    std::uint64_t bytes;
+  };
+  void drop(PartRecord& record, std::vector<FileToRemove>& files);
+  // Without the mutex held.
+  Status remove_files(const std::vector<FileToRemove>& files);
+
+  static layout::NameInfo name_of(const PartRecord& record);
+
+  Options options_;
+  Env& env_;
+  std::shared_ptr<BufferPool> pool_;
+  std::shared_ptr<BufferPool> queue_pool_;  // images that the RAM tier has no place for, until they are written
+  gather::ThreadPool threads_;
+  std::unique_ptr<Directory> directory_;  // null without an SSD tier
+  mutable std::mutex mutex_;
+  Index index_;
+  StoreStats stats_;
+  std::size_t open_files_ = 0;  // about: counted down when limit_open_files() looks
+  std::atomic<bool> closed_{false};
+  std::unique_ptr<Writer> writer_;  // last: its thread uses all of the above
+};
+
+}  // namespace prefixcache::store

@@ -1,0 +1,151 @@
+// store_lookup.cpp: what is there, from the index.
+#include <algorithm>
+#include <stdexcept>
+
+#include "store/store_impl.h"
+
+namespace prefixcache::store {
+
+namespace {
+
+constexpr std::size_t kMostChildren = 64;
+
+// Rows of the child's block that stand for the same tokens and the same content as the caller's sequence.
+std::int64_t common_rows(const BlockText& child, std::int64_t start, std::span<const std::uint32_t> tokens,
+                         std::span<const ContentKey> content) {
+  const std::size_t most = std::min(child.tokens.size(), tokens.size());
+  const auto differs = std::mismatch(child.tokens.begin(), child.tokens.begin() + static_cast<std::ptrdiff_t>(most),
+                                     tokens.begin());
+  auto rows = static_cast<std::int64_t>(differs.first - child.tokens.begin());
+  const auto end = start + static_cast<std::int64_t>(child.tokens.size());
+  const std::vector<ContentKey> ours = content_of_block(content, start, end);
+  const auto cut_at_missing = [&](std::span<const ContentKey> from, std::span<const ContentKey> in) {
+    for (const auto& key : from) {
+      if (std::find(in.begin(), in.end(), key) == in.end()) {
+        rows = std::min(rows, std::max<std::int64_t>(0, key.start - start));
+      }
+    }
+  };
+  cut_at_missing(ours, child.content);
+  cut_at_missing(child.content, ours);
+  return rows;
+}
+
+}  // namespace
+
+std::vector<Presence> StoreImpl::presence(std::span<const Key> keys) const {
+  std::vector<Presence> result(keys.size());
+  Lock lock(mutex_);
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    const Entry* entry = index_.find(keys[i]);
+    for (int p = 0; entry != nullptr && p < kPartCount; ++p) {
+      const PartRecord* record = entry->parts[p].get();
+      if (record == nullptr) continue;
+      result[i].parts[p] = {true, record->image != nullptr, record->on_disk, record->row_lo, record->row_hi};
+    }
+  }
+  return result;
+}
+
+std::size_t StoreImpl::longest_prefix(
+    std::span<const Key> keys, const Key& root, std::int64_t block_size, Part part) {
+  if (block_size < 1) {
+    throw std::invalid_argument("[BlockStore::longest_prefix] block_size is " + std::to_string(block_size) +
+                                ", expected 1 or more");
+  }
+  std::size_t found = 0;
+  for (;;) {
+    {
+      Lock lock(mutex_);
+      for (; found < keys.size(); ++found) {
+        const PartRecord* record = index_.find(keys[found], part);
+        if (record == nullptr) break;
+        // Unknown rows are those of a file whose name says that the whole block is in it.
+        const auto depth = static_cast<std::int64_t>(found + 1) * block_size;
+        if (record->row_lo >= 0 && (record->row_lo > depth - block_size || record->row_hi < depth)) return found;
+      }
+    }
+    if (found == keys.size()) return found;
+    const auto depth = static_cast<std::int64_t>(found + 1) * block_size;
+    if (!find_on_disk(keys[found], found == 0 ? root : keys[found - 1], depth, part)) return found;
+  }
+}
+
+bool StoreImpl::find_on_disk(const Key& key, const Key& parent, std::int64_t depth, Part part) {
+  if (directory_ == nullptr || closed_) return false;
+  FileInfo info;
+  const layout::NameInfo name{key, layout::parent_prefix(parent), depth, part};
+  if (!env_.stat(directory_->path_of(name), info).is_ok() || !info.is_regular) return false;
+  Lock lock(mutex_);
+  Entry& entry = index_.entry(key, name.parent_prefix, depth);
+  index_.set_parent(entry, parent);
+  PartRecord& record = index_.part(entry, part);
+  if (record.image || record.on_disk) return true;
+  record.on_disk = true;
+  record.file_bytes = info.size;
+  directory_->add_found(info.size);
+  index_.add_to_disk(record);
+  return true;
+}
+
+std::shared_ptr<const BlockText> StoreImpl::text_of(const Key& key, const Key& parent, Part part) {
+  {
+    Lock lock(mutex_);
+    const Entry* entry = index_.find(key);
+    if (entry == nullptr || (entry->parent_known && entry->parent != parent)) return nullptr;
+    if (entry->text != nullptr && entry->parent_known) return entry->text;
+  }
+  std::shared_ptr<PartFile> file;
+  if (Status status = open_file(key, part, file); !status.is_ok()) {
+    forget(key, part, status);
+    return nullptr;
+  }
+  if (file->header().parent != parent) return nullptr;
+  return std::make_shared<BlockText>(BlockText{file->header().tokens, file->header().content});
+}
+
+std::vector<Child> StoreImpl::children(const Key& parent) {
+  struct Candidate {
+    Key key;
+    std::int64_t depth;
+    Part part;
+  };
+  std::vector<Candidate> candidates;
+  {
+    Lock lock(mutex_);
+    const std::vector<Entry*> entries = index_.children(layout::parent_prefix(parent));
+    for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry) {
+      const auto& parts = (*entry)->parts;
+      const auto any = std::find_if(parts.begin(), parts.end(), [](const auto& p) { return p != nullptr; });
+      candidates.push_back({(*entry)->key, (*entry)->depth, (*any)->part});
+    }
+  }
+  std::vector<Child> result;
+  for (const auto& candidate : candidates) {
+    const auto text = text_of(candidate.key, parent, candidate.part);
+    if (text != nullptr) result.push_back({candidate.key, candidate.depth, text->tokens, text->content});
+  }
+  return result;
+}
+
+ChildMatch StoreImpl::longest_child(const Key& parent, std::int64_t start, std::span<const std::uint32_t> tokens,
+                                    std::span<const ContentKey> content, Part part) {
+  std::vector<std::pair<Key, std::int64_t>> candidates;
+  {
+    Lock lock(mutex_);
+    const std::vector<Entry*> entries = index_.children(layout::parent_prefix(parent));
+    for (auto entry = entries.rbegin(); entry != entries.rend() && candidates.size() < kMostChildren; ++entry) {
+      if ((*entry)->parts[static_cast<int>(part)] != nullptr) candidates.emplace_back((*entry)->key, (*entry)->depth);
+    }
+  }
+  ChildMatch best;
+  for (const auto& [key, depth] : candidates) {
+    const auto text = text_of(key, parent, part);
+    if (text == nullptr || depth != start + static_cast<std::int64_t>(text->tokens.size())) continue;
+    const std::int64_t rows = common_rows(*text, start, tokens, content);
+    if (rows > best.rows) best = {key, depth, rows, static_cast<std::int64_t>(text->tokens.size())};
+  }
+  return best;
+}
+
+}  // namespace prefixcache::store

@@ -1,0 +1,286 @@
+// store_put.cpp: the store line, from arrays to files.
+#include <algorithm>
+#include <chrono>
+#include <stdexcept>
+
+#include <mlx/transforms.h>
+
+#include "gather/copy.h"
+#include "hash/checksum.h"
+#include "store/store_impl.h"
+
+namespace prefixcache::store {
+
+namespace {
+
+constexpr std::size_t kMostMeta = std::size_t{1} << 20;
+
+[[noreturn]] void refuse(const std::string& what) {
+  throw std::invalid_argument("[BlockStore::put] " + what);
+}
+
+void check_slot(const SlotInput& slot, const PutRequest& request) {
+  if (slot.name.empty()) refuse("a slot has no name");
+  if (layout::dtype_name(slot.array.dtype()).empty()) {
+    refuse("slot '" + slot.name + "' has a dtype that blocks cannot hold");
+  }
+  if (slot.seq_axis == kNoSeqAxis) return;
+  const auto rank = static_cast<int>(slot.array.ndim());
+  if (slot.seq_axis < 0 || slot.seq_axis >= rank) {
+    refuse("slot '" + slot.name + "' has seq_axis " + std::to_string(slot.seq_axis) + " and rank " +
+           std::to_string(rank));
+  }
+  const std::int64_t rows = slot.array.shape(slot.seq_axis);
+  if (slot.first_row > request.row_lo || request.row_hi - slot.first_row > rows) {
+    refuse("slot '" + slot.name + "' has rows " + std::to_string(slot.first_row) + ".." +
+           std::to_string(slot.first_row + rows) + ", asked for " + std::to_string(request.row_lo) + ".." +
+           std::to_string(request.row_hi));
+  }
+}
+
+void check(const PutRequest& request) {
+  const auto tokens = static_cast<std::int64_t>(request.tokens.size());
+  if (tokens < 1 || tokens > request.depth) {
+    refuse("a block of " + std::to_string(tokens) + " tokens cannot end at depth " + std::to_string(request.depth));
+  }
+  if (request.row_lo < 0 || request.row_lo > request.row_hi || request.row_hi > request.depth) {
+    refuse("rows " + std::to_string(request.row_lo) + ".." + std::to_string(request.row_hi) +
+           " do not lie in a block that ends at " + std::to_string(request.depth));
+  }
+  if (request.slots.empty()) refuse("a part needs at least one slot");
+  if (request.meta.size() > kMostMeta) refuse("meta is longer than 1 MiB");
+  for (const auto& slot : request.slots) check_slot(slot, request);
+}
+
+void evaluate(std::span<const SlotInput> slots) {
+  std::vector<mlx::core::array> pending;
+  for (const auto& slot : slots) {
+    if (!slot.array.is_available()) pending.push_back(slot.array);
+  }
+  if (!pending.empty()) mlx::core::eval(std::move(pending));
+}
+
+std::shared_ptr<Image> make_image(const PutRequest& request) {
+  auto image = std::make_shared<Image>();
+  auto& header = image->header;
+  header.key = request.key;
+  header.parent = request.parent;
+  header.depth = request.depth;
+  header.part = request.part;
+  header.row_lo = request.row_lo;
+  header.row_hi = request.row_hi;
+  header.tokens.assign(request.tokens.begin(), request.tokens.end());
+  header.content.assign(request.content.begin(), request.content.end());
+  header.meta = request.meta;
+  for (const auto& slot : request.slots) {
+    layout::TensorInfo tensor;
+    tensor.name = slot.name;
+    tensor.dtype = slot.array.dtype();
+    tensor.shape = slot.array.shape();
+    tensor.seq_axis = slot.seq_axis;
+    if (slot.seq_axis != kNoSeqAxis) {
+      tensor.shape[slot.seq_axis] = static_cast<mlx::core::ShapeElem>(request.row_hi - request.row_lo);
+    }
+    header.tensors.push_back(std::move(tensor));
+  }
+  image->data_bytes = layout::place_tensors(header.tensors);
+  return image;
+}
+
+void copy_rows(const PutRequest& request, const Image& image, gather::ThreadPool& threads) {
+  // Pieces small enough to share between threads, large enough that the sharing costs nothing.
+  constexpr std::size_t kPiece = std::size_t{1} << 20;
+  struct Piece {
+    std::size_t slot, outer_lo, outer_hi;
+  };
+  std::vector<gather::RowCopy> copies;
+  std::vector<Piece> pieces;
+  for (const auto& slot : request.slots) {
+    copies.emplace_back(slot.array, slot.seq_axis, request.row_lo - slot.first_row, request.row_hi - slot.first_row);
+    const auto& copy = copies.back();
+    const std::size_t step = std::max<std::size_t>(1, kPiece / std::max<std::size_t>(1, copy.strip_bytes()));
+    for (std::size_t lo = 0; lo < copy.outer(); lo += step) {
+      pieces.push_back({copies.size() - 1, lo, std::min(copy.outer(), lo + step)});
+    }
+  }
+  threads.parallel_for(pieces.size(), [&](std::size_t i) {
+    const Piece& piece = pieces[i];
+    std::uint8_t* to = image.buffer->data() + image.header.tensors[piece.slot].offset;
+    copies[piece.slot].run(to, piece.outer_lo, piece.outer_hi);
+  });
+}
+
+}  // namespace
+
+Status StoreImpl::put(const PutRequest& request) {
+  check(request);
+  if (closed_) return {StatusCode::Closed, "the store is closed"};
+  if (already_there(request)) return Status::ok();
+  evaluate(request.slots);
+  const auto image = make_image(request);
+  const std::uint64_t cost = BufferPool::rounded(image->data_bytes);
+  const bool to_disk = writer_ != nullptr;
+  const auto full = [&](const std::string& why) {
+    Lock lock(mutex_);
+    ++stats_.put_full;
+    return Status{StatusCode::Full, why};
+  };
+  if (to_disk && !writer_->reserve(cost, options_.put_wait_seconds)) return full("the write queue is full");
+  image->buffer = acquire_buffer(image->data_bytes);
+  if (image->buffer == nullptr) {
+    if (to_disk) writer_->cancel(cost);
+    return full("no memory for a part of " + std::to_string(image->data_bytes) + " bytes");
+  }
+  if (to_disk) writer_->copying_begins();
+  copy_rows(request, *image, threads_);
+  if (to_disk) writer_->copying_ends();
+  if (!insert(request, image, to_disk)) {
+    if (to_disk) writer_->cancel(cost);
+    return Status::ok();
+  }
+  if (to_disk) writer_->push(image, cost);
+  return Status::ok();
+}
+
+bool StoreImpl::already_there(const PutRequest& request) {
+  Lock lock(mutex_);
+  PartRecord* record = index_.find(request.key, request.part);
+  if (record == nullptr) return false;
+  const bool covers = record->row_lo < 0 || (record->row_lo <= request.row_lo && record->row_hi >= request.row_hi);
+  if (!covers) return false;
+  ++stats_.put_existing;
+  return true;
+}
+
+std::shared_ptr<Buffer> StoreImpl::acquire_buffer(std::uint64_t bytes) {
+  const bool fits = BufferPool::rounded(bytes) <= pool_->limit();
+  if (!fits) return writer_ ? queue_pool_->acquire(bytes) : nullptr;
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(options_.put_wait_seconds);
+  for (;;) {
+    if (auto buffer = pool_->acquire(bytes)) return buffer;
+    if (evict_one_from_ram()) continue;
+    const auto deadline = std::chrono::time_point_cast<std::chrono::steady_clock::duration>(until);
+    if (writer_ == nullptr || !writer_->wait_one(deadline)) return nullptr;
+  }
+}
+
+bool StoreImpl::evict_one_from_ram() {
+  // Its memory goes back to the pool when the last gather that reads it ends.
+  std::shared_ptr<Image> victim;
+  Lock lock(mutex_);
+  const auto& order = index_.ram_order();
+  const auto found = std::find_if(order.rbegin(), order.rend(), [](const auto* record) { return !record->waiting; });
+  if (found == order.rend()) return false;
+  PartRecord& record = **found;
+  ++stats_.evicted_ram_parts;
+  victim = std::move(record.image);
+  index_.remove_from_ram(record);
+  if (!record.on_disk) index_.remove(record);
+  lock.unlock();
+  return true;
+}
+
+bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool to_disk) {
+  Lock lock(mutex_);
+  if (closed_) return false;
+  Entry& entry = index_.entry(request.key, layout::parent_prefix(request.parent), request.depth);
+  PartRecord& record = index_.part(entry, request.part);
+  // Another thread may have put the same rows meanwhile.
+  if ((record.image || record.on_disk) && record.row_lo <= request.row_lo && record.row_hi >= request.row_hi) {
+    ++stats_.put_existing;
+    return false;
+  }
+  index_.set_parent(entry, request.parent);
+  if (entry.text == nullptr) {
+    entry.text = std::make_shared<BlockText>(BlockText{image->header.tokens, image->header.content});
+  }
+  record.row_lo = request.row_lo;
+  record.row_hi = request.row_hi;
+  record.image = image;
+  record.file.reset();
+  record.waiting = to_disk;
+  if (BufferPool::rounded(image->data_bytes) <= pool_->limit()) index_.add_to_ram(record);
+  ++stats_.put_parts;
+  stats_.put_bytes += image->data_bytes;
+  return true;
+}
+
+Status StoreImpl::write_image(const std::shared_ptr<Image>& image) {
+  {
+    // Erased before its turn came.
+    Lock lock(mutex_);
+    const PartRecord* record = index_.find(image->header.key, image->header.part);
+    if (record == nullptr || record->image != image) return Status::ok();
+  }
+  const auto data = image->data();
+  for (auto& tensor : image->header.tensors) tensor.digest = hash::xxh3_64(data.subspan(tensor.offset, tensor.nbytes));
+  const std::string header = layout::encode_header(image->header);
+  const std::uint64_t file_bytes = header.size() + data.size();
+  Status status = make_disk_room(file_bytes);
+  if (status.is_ok()) {
+    const std::span<const std::uint8_t> pieces[] = {
+        {reinterpret_cast<const std::uint8_t*>(header.data()), header.size()}, data};
+    const auto& h = image->header;
+    status = directory_->write({h.key, layout::parent_prefix(h.parent), h.depth, h.part}, pieces);
+  }
+  finish_write(image, status, file_bytes);
+  return status;
+}
+
+Status StoreImpl::make_disk_room(std::uint64_t bytes) {
+  while (directory_->used() + bytes > options_.disk_bytes) {
+    if (directory_->evict_foreign()) continue;
+    std::vector<FileToRemove> files;
+    {
+      Lock lock(mutex_);
+      if (index_.disk_order().empty() || bytes > options_.disk_bytes) {
+        return {StatusCode::Full, "a part of " + std::to_string(bytes) + " bytes does not fit below disk_bytes " +
+                                      std::to_string(options_.disk_bytes)};
+      }
+      PartRecord& victim = *index_.disk_order().back();
+      ++stats_.evicted_disk_parts;
+      files.push_back({name_of(victim), victim.file_bytes});
+      victim.on_disk = false;
+      victim.file.reset();
+      index_.remove_from_disk(victim);
+      if (victim.image == nullptr) index_.remove(victim);
+    }
+    if (Status status = remove_files(files); !status.is_ok()) return status;
+  }
+  return Status::ok();
+}
+
+void StoreImpl::finish_write(const std::shared_ptr<Image>& image, const Status& status, std::uint64_t file_bytes) {
+  std::vector<FileToRemove> files;
+  {
+    Lock lock(mutex_);
+    const auto& header = image->header;
+    PartRecord* record = index_.find(header.key, header.part);
+    const bool wanted = record != nullptr && record->image == image;
+    stats_.degraded = !status.is_ok();
+    if (status.is_ok()) {
+      ++stats_.written_parts;
+      stats_.written_bytes += file_bytes;
+    } else {
+      ++stats_.write_errors;
+      stats_.last_error = status.message();
+    }
+    if (status.is_ok() && record == nullptr) {
+      // Erased while it was being written.
+      files.push_back({{header.key, layout::parent_prefix(header.parent), header.depth, header.part}, file_bytes});
+    }
+    if (wanted) {
+      record->waiting = false;
+      if (status.is_ok()) {
+        record->on_disk = true;
+        record->file_bytes = file_bytes;
+        index_.add_to_disk(*record);
+      }
+      if (!record->in_ram_order) record->image.reset();
+      if (!record->image && !record->on_disk) index_.remove(*record);
+    }
+  }
+  remove_files(files);
+}
+
+}  // namespace prefixcache::store

@@ -1,0 +1,122 @@
+#include "store/writer.h"
+
+namespace prefixcache::store {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A burst of puts leaves gaps shorter than this.
+constexpr auto kQuiet = std::chrono::milliseconds(4);
+
+}  // namespace
+
+Writer::Writer(std::uint64_t limit, std::function<Status(const Job&)> write)
+    : limit_(limit), write_(std::move(write)), thread_([this] { run(); }) {}
+
+Writer::~Writer() {
+  stop();
+}
+
+bool Writer::reserve(std::uint64_t bytes, double seconds) {
+  std::unique_lock lock(mutex_);
+  if (bytes > limit_) return false;
+  ++waiting_;
+  wake_.notify_all();
+  const auto room = [&] { return stopping_ || reserved_ + bytes <= limit_; };
+  const bool in_time = done_.wait_for(lock, std::chrono::duration<double>(seconds), room);
+  --waiting_;
+  if (!in_time || stopping_) return false;
+  reserved_ += bytes;
+  return true;
+}
+
+void Writer::cancel(std::uint64_t bytes) {
+  std::lock_guard lock(mutex_);
+  reserved_ -= bytes;
+  done_.notify_all();
+}
+
+void Writer::push(Job job, std::uint64_t bytes) {
+  std::lock_guard lock(mutex_);
+  queue_.emplace_back(std::move(job), bytes);
+  ++pushed_;
+  wake_.notify_all();
+}
+
+void Writer::copying_begins() {
+  std::lock_guard lock(mutex_);
+  ++copying_;
+}
+
+void Writer::copying_ends() {
+  std::lock_guard lock(mutex_);
+  --copying_;
+  last_copy_ = Clock::now();
+  wake_.notify_all();
+}
+
+bool Writer::wait_one(Clock::time_point until) {
+  std::unique_lock lock(mutex_);
+  if (finished_ == pushed_) return false;
+  const std::uint64_t before = finished_;
+  ++waiting_;
+  wake_.notify_all();
+  const bool moved = done_.wait_until(lock, until, [&] { return finished_ != before; });
+  --waiting_;
+  return moved;
+}
+
+Status Writer::flush() {
+  std::unique_lock lock(mutex_);
+  const std::uint64_t target = pushed_;
+  ++waiting_;
+  wake_.notify_all();
+  done_.wait(lock, [&] { return finished_ >= target; });
+  --waiting_;
+  return std::exchange(first_error_, Status::ok());
+}
+
+void Writer::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  done_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+std::uint64_t Writer::queued_bytes() const {
+  std::lock_guard lock(mutex_);
+  return reserved_;
+}
+
+bool Writer::may_start() const {
+  if (stopping_ || waiting_ > 0 || reserved_ > limit_ / 2) return true;
+  return copying_ == 0 && Clock::now() - last_copy_ >= kQuiet;
+}
+
+void Writer::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    while (!queue_.empty() && !may_start()) wake_.wait_for(lock, kQuiet);
+    if (queue_.empty()) {
+      if (stopping_) return;
+      wake_.wait(lock);
+      continue;
+    }
+    auto [job, bytes] = std::move(queue_.front());
+    queue_.pop_front();
+    lock.unlock();
+    Status status = write_(job);
+    job.reset();
+    lock.lock();
+    reserved_ -= bytes;
+    ++finished_;
+    if (!status.is_ok() && first_error_.is_ok()) first_error_ = std::move(status);
+    done_.notify_all();
+  }
+}
+
+}  // namespace prefixcache::store
