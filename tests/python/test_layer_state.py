@@ -189,3 +189,17 @@ def test_window_of_refuses(window: int, keep: int) -> None:
 def test_reach_values_compare() -> None:
     assert window_of(4) == Reach("window", 4, 0) != window_of(4, 1)
     assert ALL != BOUNDARY
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_decode_answers_any_damage_with_value_error(data: st.DataObject) -> None:
+    text = encode_structure(_nested(3, 8))
+    at = data.draw(st.integers(0, len(text) - 1))
+    length = data.draw(st.integers(0, 4))
+    damaged = text[:at] + data.draw(st.text(max_size=4)) + text[at + length :]
+    try:
+        states = decode_structure(damaged)
+    except ValueError:
+        return
+    assert encode_structure(states) == damaged
