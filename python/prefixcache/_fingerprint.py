@@ -8,11 +8,11 @@ gives equal digests: no addresses, no order of sets or dicts and no file paths e
 from __future__ import annotations
 
 import hashlib
+import os
 import pickle
 import struct
 import sys
 from collections.abc import Iterable
-from pathlib import PurePath
 from types import CodeType, MethodType, ModuleType
 from typing import Any
 
@@ -96,8 +96,10 @@ def _leaf(value: object) -> bytes | None:
         return _record(b"str", _text(value))
     if isinstance(value, bytes | bytearray) and kind in (bytes, bytearray):
         return _record(b"bytes", bytes(value))
-    if isinstance(value, PurePath | mx.Dtype | mx.Device | ModuleType):
-        # The text of these has no address in it. A module is known by its name: its file is hashed if a class needs it.
+    # The text of these has no address in it. The file of a module is hashed where a class or a function needs it.
+    if isinstance(value, os.PathLike):
+        return _record(b"path", _text(kind.__name__), _text(str(os.fspath(value))))
+    if isinstance(value, mx.Dtype | mx.Device | ModuleType):
         text = value.__name__ if isinstance(value, ModuleType) else str(value)
         return _record(b"named", _text(kind.__name__), _text(text))
     return None
