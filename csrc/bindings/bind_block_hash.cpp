@@ -58,14 +58,14 @@ void init_block_hash(nb::module_& m) {
       .value("content", Purpose::content, "what stands behind a range of tokens");
   init_token_buffer(m);
   init_key_chain(m);
-  m.def("chain_hashes", &chain_hashes_of, "namespace"_a, "tokens"_a, "block_size"_a, "salts"_a = nb::list(),
+  m.def("chain_hashes", &chain_hashes_of, "namespace"_a, "tokens"_a.none(), "block_size"_a, "salts"_a = nb::list(),
         "content"_a = nb::list(),
         nb::sig("def chain_hashes(namespace: str, tokens: object, block_size: int, "
                 "salts: collections.abc.Sequence[tuple[int, bytes]] = (), "
                 "content: collections.abc.Sequence[tuple[int, int, bytes]] = ()) -> list[bytes]"),
         "The keys of all whole blocks, 32 bytes each: equal keys mean equal prefixes, in every process.\n"
         "ValueError for a block size below 1, a token or a range out of range; TypeError for tokens that are none.");
-  m.def("block_key", &block_key_of, "namespace"_a, "parent"_a, "tokens"_a, "content"_a = nb::list(),
+  m.def("block_key", &block_key_of, "namespace"_a, "parent"_a, "tokens"_a.none(), "content"_a = nb::list(),
         nb::sig("def block_key(namespace: str, parent: bytes, tokens: object, "
                 "content: collections.abc.Sequence[tuple[int, int, bytes]] = ()) -> bytes"),
         "The key of one block. `parent` may be any bytes; `content` is what first applies in this block.");

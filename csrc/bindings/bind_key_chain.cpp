@@ -78,8 +78,8 @@ void init_key_chain(nb::module_& m) {
       m, "KeyChain",
       "The tokens of one request and the keys of their whole blocks, hashed once without the GIL.\n"
       "Reading from several threads is fine; extend() needs the chain to itself.")
-      .def("__init__", &construct, "namespace"_a, "salts"_a, "tokens"_a, "block_size"_a, "content"_a = nb::list(),
-           "previous"_a.none() = nb::none(),
+      .def("__init__", &construct, "namespace"_a, "salts"_a, "tokens"_a.none(), "block_size"_a,
+           "content"_a = nb::list(), "previous"_a.none() = nb::none(),
            nb::sig("def __init__(self, namespace: str, salts: collections.abc.Sequence[tuple[int, bytes]], "
                    "tokens: object, block_size: int, content: collections.abc.Sequence[tuple[int, int, bytes]] = (), "
                    "previous: KeyChain | None = None) -> None"),
@@ -87,7 +87,7 @@ void init_key_chain(nb::module_& m) {
            "content: (start, end, 32-byte digest), ranges of tokens in any order; ranges may lie behind the tokens.\n"
            "previous: a chain whose keys are taken over for the leading blocks that are equal.")
       .def("__len__", [](const KeyChain& self) { return self.keys.size(); }, "The number of whole blocks.")
-      .def("extend", &extend, "tokens"_a, nb::sig("def extend(self, tokens: object) -> None"),
+      .def("extend", &extend, "tokens"_a.none(), nb::sig("def extend(self, tokens: object) -> None"),
            "Adds tokens behind the last one and hashes the blocks that became whole.")
       .def("key", &key, "i"_a, "The key of whole block i. IndexError if there is none.")
       .def("tail_key", &tail_key,

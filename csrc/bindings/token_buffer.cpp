@@ -126,7 +126,7 @@ void init_token_buffer(nb::module_& m) {
       "Tokens as contiguous unsigned 32-bit integers. Never changes; slices share its memory; any thread may read it.\n"
       "It has the buffer protocol (format 'I', one dimension, read-only).");
   cls.def("__init__", [](TokenBuffer* self, nb::handle tokens) { new (self) TokenBuffer(to_tokens(tokens)); },
-          "tokens"_a, nb::sig("def __init__(self, tokens: object) -> None"),
+          "tokens"_a.none(), nb::sig("def __init__(self, tokens: object) -> None"),
           "Takes a list, tuple or other sequence of integers, an MLX integer array, or a one-dimensional buffer of\n"
           "integers (array.array, numpy, memoryview; any stride). ValueError names a token that is negative or above\n"
           "2**32 - 1 and its position; TypeError names what is not an integer.");
@@ -148,7 +148,7 @@ void init_token_buffer(nb::module_& m) {
             if (start < 0) throw nb::value_error(("start must not be negative: " + std::to_string(start)).c_str());
             return self.common_run(to_tokens(other), static_cast<std::size_t>(start));
           },
-          "other"_a, "start"_a = 0, nb::sig("def common_prefix(self, other: object, start: int = 0) -> int"),
+          "other"_a.none(), "start"_a = 0, nb::sig("def common_prefix(self, other: object, start: int = 0) -> int"),
           "How many tokens are equal from position `start` of both on.");
 }
 

@@ -181,7 +181,9 @@ std::optional<TokenBuffer> from_buffer(nb::handle object) {
   if (format.size() != 1) bad_tokens(what);
   const bool is_signed = std::string_view("bhilqn").find(format[0]) != std::string_view::npos;
   if (!is_signed && std::string_view("BHILQN").find(format[0]) == std::string_view::npos) bad_tokens(what);
-  return from_integers(view.buf, is_signed, static_cast<std::size_t>(view.itemsize), view.strides[0],
+  // ctypes leaves the strides of contiguous arrays out.
+  const std::ptrdiff_t stride = view.strides != nullptr ? view.strides[0] : view.itemsize;
+  return from_integers(view.buf, is_signed, static_cast<std::size_t>(view.itemsize), stride,
                        static_cast<std::size_t>(view.shape[0]));
 }
 
