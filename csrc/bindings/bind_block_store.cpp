@@ -5,6 +5,7 @@
 #include "prefixcache/block_store.h"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -147,7 +148,7 @@ std::unique_ptr<BlockStore> open_store(const std::string& directory, const std::
   return BlockStore::open(options);
 }
 
-Status put(BlockStore& self, const nb::bytes& key, const nb::bytes& parent, std::int64_t depth,
+std::pair<Status, std::uint64_t> put(BlockStore& self, const nb::bytes& key, const nb::bytes& parent, std::int64_t depth,
            const TokenBuffer& tokens, const Slots& slots, std::int64_t row_lo, std::int64_t row_hi,
            std::string_view meta, Part part, const std::vector<ContentItem>& content) {
   PutRequest request;
@@ -162,8 +163,10 @@ Status put(BlockStore& self, const nb::bytes& key, const nb::bytes& parent, std:
   request.meta = meta;
   const std::vector<ContentKey> content_keys = to_content(content);
   request.content = content_keys;
+  std::uint64_t added = 0;
   nb::gil_scoped_release release;
-  return self.put(request);
+  Status status = self.put(request, &added);
+  return {std::move(status), added};
 }
 
 Gathered gather(BlockStore& self, const nb::list& keys, std::int64_t row_lo, std::int64_t row_hi,
@@ -181,7 +184,7 @@ std::size_t longest_prefix(BlockStore& self, const nb::list& keys, const nb::byt
   return self.longest_prefix(chain, start, block_size, part);
 }
 
-using ChildItem = std::tuple<nb::bytes, std::int64_t, std::int64_t>;
+using ChildItem = std::tuple<nb::bytes, std::int64_t, std::int64_t, std::int64_t>;
 
 std::optional<ChildItem> longest_child(BlockStore& self, const nb::bytes& parent, std::int64_t start,
                                        const TokenBuffer& tokens, const std::vector<ContentItem>& content, Part part) {
@@ -192,8 +195,8 @@ std::optional<ChildItem> longest_child(BlockStore& self, const nb::bytes& parent
     nb::gil_scoped_release release;
     match = self.longest_child(key, start, tokens.span(), content_keys, part);
   }
-  if (match.rows == 0) return std::nullopt;
-  return ChildItem{to_bytes(match.key), match.depth, match.rows};
+  if (match.block_rows == 0) return std::nullopt;
+  return ChildItem{to_bytes(match.key), match.depth, match.rows, match.block_rows};
 }
 
 nb::list children(BlockStore& self, const nb::bytes& parent) {
@@ -243,7 +246,7 @@ void init_block_store(nb::module_& m) {
                   "threads"_a = 0, "Opens or makes a store. ValueError names the option that is wrong.")
       .def("put", &put, "key"_a, "parent"_a, "depth"_a, "tokens"_a, "slots"_a, "row_lo"_a, "row_hi"_a, "meta"_a = "",
            "part"_a = Part::kv, "content"_a = std::vector<ContentItem>{},
-           "Copies rows [row_lo, row_hi) of every slot. Returns OK, FULL or CLOSED.")
+           "Copies rows [row_lo, row_hi) of every slot. Returns (OK, FULL or CLOSED; bytes copied, 0 if they were there).")
       .def("presence", &presence, "keys"_a,
            nb::sig("def presence(self, keys: list[bytes]) -> list[dict[str, tuple[bool, bool, int, int]]]"),
            "For each key its parts: (in RAM, on disk, first row, row behind the last; -1 where not known yet).")
@@ -251,7 +254,7 @@ void init_block_store(nb::module_& m) {
            nb::sig("def longest_prefix(self, keys: list[bytes], root: bytes, block_size: int, part: Part = ...) -> int"),
            "Leading blocks of a chain that have the part.")
       .def("longest_child", &longest_child, "parent"_a, "start"_a, "tokens"_a, "content"_a, "part"_a = Part::kv,
-           "The child of `parent` with the longest run of `tokens`: (key, depth, rows in common), or None.")
+           "The child of `parent` with the longest run of `tokens`: (key, depth, rows in common, its rows), or None.")
       .def("children", &children, "parent"_a,
            nb::sig("def children(self, parent: bytes) -> list[tuple[bytes, int, list[int]]]"),
            "Blocks stored under `parent`: (key, depth, tokens), newest first.")

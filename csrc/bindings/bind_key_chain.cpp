@@ -65,6 +65,18 @@ nb::bytes tail_key(const KeyChain& self) {
   return to_bytes(self.tail_key());
 }
 
+nb::bytes cut_key(const KeyChain& self, Py_ssize_t i, std::int64_t depth) {
+  const std::size_t block = checked_block(self, i);
+  const auto lo = static_cast<std::int64_t>(block) * self.block_size;
+  const auto tokens = self.block_tokens(block);
+  if (depth <= lo || depth > lo + static_cast<std::int64_t>(tokens.size())) {
+    throw nb::value_error(("depth " + std::to_string(depth) + " is not in block " + std::to_string(i)).c_str());
+  }
+  const auto content = content_of_block(self.content, lo, depth);
+  const auto cut = tokens.first(static_cast<std::size_t>(depth - lo));
+  return to_bytes(block_key(self.name_space, self.parent(block).bytes, cut, content));
+}
+
 TokenBuffer block_tokens(const KeyChain& self, Py_ssize_t i) {
   const std::size_t block = checked_block(self, i);
   const std::size_t lo = block * static_cast<std::size_t>(self.block_size);
@@ -92,6 +104,8 @@ void init_key_chain(nb::module_& m) {
       .def("key", &key, "i"_a, "The key of whole block i. IndexError if there is none.")
       .def("tail_key", &tail_key,
            "The key of the short block behind the last whole one. ValueError if there is no such token.")
+      .def("cut_key", &cut_key, "i"_a, "depth"_a,
+           "The key of block i cut after token `depth` of the sequence. ValueError if that is not in the block.")
       .def("block_tokens", &block_tokens, "i"_a,
            "The tokens of block i, sharing memory. i = len(self) is the tail. IndexError if there is none.")
       .def("content_of_block",

@@ -29,7 +29,7 @@ class StoreImpl : public BlockStore {
   ~StoreImpl() override;
 
   const Options& options() const override { return options_; }
-  Status put(const PutRequest& request) override;
+  Status put(const PutRequest& request, std::uint64_t* added) override;
   std::vector<Presence> presence(std::span<const Key> keys) const override;
   std::size_t longest_prefix(
       std::span<const Key> keys, const Key& root, std::int64_t block_size, Part part) override;
@@ -47,6 +47,11 @@ class StoreImpl : public BlockStore {
  private:
   using Lock = std::unique_lock<std::mutex>;
 
+  struct FileToRemove {
+    layout::NameInfo name;
+    std::uint64_t bytes;
+  };
+
   // opening
   void load_index();
 
@@ -55,6 +60,8 @@ class StoreImpl : public BlockStore {
   std::shared_ptr<Buffer> acquire_buffer(std::uint64_t bytes);
   bool evict_one_from_ram();
   bool insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool to_disk);
+  bool contained_in_sibling(const PutRequest& request) const;
+  void supersede_siblings(const PutRequest& request, std::vector<FileToRemove>& files);
   // on the writer's thread
   Status write_image(const std::shared_ptr<Image>& image);
   Status make_disk_room(std::uint64_t bytes);
@@ -72,10 +79,6 @@ class StoreImpl : public BlockStore {
   bool changed_on_disk(const PartRecord& record) const;
 
   // Takes a record out of the index; its file, if it has one, is appended to `files` for remove_files().
-  struct FileToRemove {
-    layout::NameInfo name;
-    std::uint64_t bytes;
-  };
   void drop(PartRecord& record, std::vector<FileToRemove>& files);
   // Without the mutex held.
   Status remove_files(const std::vector<FileToRemove>& files);

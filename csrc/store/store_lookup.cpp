@@ -143,7 +143,7 @@ ChildMatch StoreImpl::longest_child(const Key& parent, std::int64_t start, std::
     const auto text = text_of(key, parent, part);
     if (text == nullptr || depth != start + static_cast<std::int64_t>(text->tokens.size())) continue;
     const std::int64_t rows = common_rows(*text, start, tokens, content);
-    if (rows > best.rows) best = {key, depth, rows, static_cast<std::int64_t>(text->tokens.size())};
+    if (rows > best.rows || best.block_rows == 0) best = {key, depth, rows, static_cast<std::int64_t>(text->tokens.size())};
   }
   return best;
 }

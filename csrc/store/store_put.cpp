@@ -112,8 +112,9 @@ void copy_rows(const PutRequest& request, const Image& image, gather::ThreadPool
 
 }  // namespace
 
-Status StoreImpl::put(const PutRequest& request) {
+Status StoreImpl::put(const PutRequest& request, std::uint64_t* added) {
   check(request);
+  if (added != nullptr) *added = 0;
   if (closed_) return {StatusCode::Closed, "the store is closed"};
   if (already_there(request)) return Status::ok();
   evaluate(request.slots);
@@ -139,17 +140,53 @@ Status StoreImpl::put(const PutRequest& request) {
     return Status::ok();
   }
   if (to_disk) writer_->push(image, cost);
+  if (added != nullptr) *added = image->data_bytes;
   return Status::ok();
 }
 
 bool StoreImpl::already_there(const PutRequest& request) {
   Lock lock(mutex_);
-  PartRecord* record = index_.find(request.key, request.part);
-  if (record == nullptr) return false;
-  const bool covers = record->row_lo < 0 || (record->row_lo <= request.row_lo && record->row_hi >= request.row_hi);
-  if (!covers) return false;
-  ++stats_.put_existing;
-  return true;
+  const PartRecord* record = index_.find(request.key, request.part);
+  const bool there = record != nullptr
+      ? record->row_lo < 0 || (record->row_lo <= request.row_lo && record->row_hi >= request.row_hi)
+      : contained_in_sibling(request);
+  if (there) ++stats_.put_existing;
+  return there;
+}
+
+namespace {
+
+// Whether `longer` begins with all of `shorter`: the same tokens, and the same content behind them.
+bool begins_with(const BlockText& longer, std::span<const std::uint32_t> shorter, std::span<const ContentKey> content,
+                 std::int64_t shorter_end) {
+  if (longer.tokens.size() < shorter.size()) return false;
+  if (!std::equal(shorter.begin(), shorter.end(), longer.tokens.begin())) return false;
+  const auto beyond = std::find_if(longer.content.begin(), longer.content.end(),
+                                   [&](const ContentKey& key) { return key.start >= shorter_end; });
+  return std::equal(content.begin(), content.end(), longer.content.begin(), beyond);
+}
+
+}  // namespace
+
+bool StoreImpl::contained_in_sibling(const PutRequest& request) const {
+  if (request.part != Part::kv) return false;
+  for (const Entry* sibling : index_.children(layout::parent_prefix(request.parent))) {
+    if (sibling->parts[static_cast<int>(Part::kv)] == nullptr || sibling->text == nullptr) continue;
+    if (!sibling->parent_known || sibling->parent != request.parent) continue;
+    if (begins_with(*sibling->text, request.tokens, request.content, request.depth)) return true;
+  }
+  return false;
+}
+
+void StoreImpl::supersede_siblings(const PutRequest& request, std::vector<FileToRemove>& files) {
+  if (request.part != Part::kv) return;
+  const BlockText text{{request.tokens.begin(), request.tokens.end()}, {request.content.begin(), request.content.end()}};
+  for (Entry* sibling : index_.children(layout::parent_prefix(request.parent))) {
+    PartRecord* record = sibling->parts[static_cast<int>(Part::kv)].get();
+    if (record == nullptr || sibling->text == nullptr || sibling->depth >= request.depth) continue;
+    if (!sibling->parent_known || sibling->parent != request.parent) continue;
+    if (begins_with(text, sibling->text->tokens, sibling->text->content, sibling->depth)) drop(*record, files);
+  }
 }
 
 std::shared_ptr<Buffer> StoreImpl::acquire_buffer(std::uint64_t bytes) {
@@ -181,6 +218,7 @@ bool StoreImpl::evict_one_from_ram() {
 }
 
 bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool to_disk) {
+  std::vector<FileToRemove> superseded;
   Lock lock(mutex_);
   if (closed_) return false;
   Entry& entry = index_.entry(request.key, layout::parent_prefix(request.parent), request.depth);
@@ -202,6 +240,9 @@ bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& 
   if (BufferPool::rounded(image->data_bytes) <= pool_->limit()) index_.add_to_ram(record);
   ++stats_.put_parts;
   stats_.put_bytes += image->data_bytes;
+  supersede_siblings(request, superseded);
+  lock.unlock();
+  remove_files(superseded);
   return true;
 }
 

@@ -67,8 +67,8 @@ struct Child {
 struct ChildMatch {
   Key key;
   std::int64_t depth = 0;
-  std::int64_t rows = 0;       // tokens in common, content keys considered; 0: no child shares any
-  std::int64_t block_rows = 0; // tokens of that child
+  std::int64_t rows = 0;        // tokens in common, content keys considered
+  std::int64_t block_rows = 0;  // tokens of that child; 0: there is no child
 };
 
 struct StoreStats {
@@ -109,8 +109,10 @@ class PREFIXCACHE_API BlockStore {
   virtual const Options& options() const = 0;
 
   // Copies the rows; they may be gathered from the moment put() returns. Arrays that are not evaluated yet are
-  // evaluated on the calling thread. Returns: Ok (kept now, or was there), Full, Closed.
-  virtual Status put(const PutRequest& request) = 0;
+  // evaluated on the calling thread. A block that begins with the tokens of a shorter one under the same parent takes
+  // its place. Sets `added` to the tensor bytes copied: 0 for rows that were there. Returns: Ok (kept now, or was
+  // there), Full, Closed.
+  virtual Status put(const PutRequest& request, std::uint64_t* added = nullptr) = 0;
 
   // For each key what is stored. Index only.
   virtual std::vector<Presence> presence(std::span<const Key> keys) const = 0;

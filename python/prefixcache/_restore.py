@@ -1,0 +1,81 @@
+"""The restore line: from keys to live caches. Trouble makes the hit shorter; it never raises."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from prefixcache._boundary import deepest_boundary
+from prefixcache._core import BlockStore, Gathered, KeyChain, StatusCode
+from prefixcache._layer_state import LayerState, decode_structure, unflatten
+from prefixcache.errors import Unsupported
+from prefixcache.type_registry import rebuild_layers
+
+_REASONS = {
+    StatusCode.NOT_FOUND: "lost",
+    StatusCode.CORRUPT: "damaged",
+    StatusCode.IO_ERROR: "io_error",
+    StatusCode.FULL: "no_memory",
+    StatusCode.CLOSED: "closed",
+}
+# mlx-lm's caches grow in steps of this many rows.
+_STEP = 256
+
+# A store holds one structure for each model and KV format.
+_template = lru_cache(maxsize=32)(decode_structure)
+
+
+@dataclass
+class Restored:
+    """``caches`` stand at ``n``; None at n = 0. The rest as in ``Hit``."""
+
+    n: int
+    caches: list[Any] | None
+    reason: str
+    diverged_at: int | None = None
+    tiers: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+
+
+def restore(store: BlockStore, chain: KeyChain, prototypes: Sequence[Any], limit: int, spare: int) -> Restored:
+    """Caches for the longest stored prefix of at most ``limit`` tokens, with room for ``spare`` more.
+
+    A block that turns out bad shortens the result to the blocks before it.
+    """
+    boundary = deepest_boundary(store, chain, limit)
+    n, keys, reason, diverged_at = boundary.n, boundary.keys, boundary.reason, boundary.diverged_at
+    while n > 0:
+        gathered = store.gather(keys, 0, n, _capacity(n, spare))
+        if gathered.status:
+            return _rebuild(gathered, prototypes, n, len(keys), chain.block_size, reason, diverged_at)
+        reason, diverged_at = _REASONS[gathered.status.code], None
+        keys = keys[: gathered.good]
+        n = min(n - 1, len(keys) * chain.block_size)
+    return Restored(0, None, reason, diverged_at)
+
+
+def _capacity(n: int, spare: int) -> int:
+    return -(-(n + spare) // _STEP) * _STEP if spare else n
+
+
+def _rebuild(
+    gathered: Gathered,
+    prototypes: Sequence[Any],
+    n: int,
+    blocks: int,
+    block_size: int,
+    reason: str,
+    diverged_at: int | None,
+) -> Restored:
+    try:
+        states: list[LayerState] = unflatten(_template(gathered.meta), gathered.take_slots(), n)
+        caches = rebuild_layers(prototypes, states, n)
+    except (Unsupported, ValueError):
+        # The namespace promised equal structures; a caller's explicit one may have promised too much.
+        return Restored(0, None, "structure_mismatch")
+    # All blocks but the last are whole.
+    ram = min(n, gathered.ram_blocks * block_size) if gathered.disk_blocks else n
+    tiers = {"ram": ram if gathered.ram_blocks else 0, "ssd": n - ram if gathered.disk_blocks else 0}
+    return Restored(n, caches, reason, diverged_at, tiers, gathered.ram_bytes + gathered.disk_bytes)

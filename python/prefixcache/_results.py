@@ -1,0 +1,81 @@
+"""What fetch and store answer. Plain values; any thread may read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefixcache._core import KeyChain
+
+HIT_REASONS = frozenset(
+    {
+        "complete",  # everything but the one token that must be run
+        "end_of_stored",  # what is stored ends here
+        "diverged",  # what is stored goes on with other tokens: see diverged_at
+        "no_match",  # nothing stored begins like this
+        "too_short",  # fewer than two tokens: one must always be run
+        "damaged",  # a stored block failed a check and was removed
+        "lost",  # a stored block was gone
+        "io_error",  # a stored block could not be read
+        "no_memory",  # the device has no memory for the result
+        "structure_mismatch",  # what is stored does not fit the model's caches
+        "unsupported_type",  # the model has a cache class that no handler knows
+        "closed",  # the cache is closed
+    }
+)
+"""Why a hit ended where it did. These words reach metrics: do not change them."""
+
+STORE_REASONS = frozenset(
+    {
+        "complete",  # everything that was asked for is stored
+        "too_short",  # no token to store
+        "unsupported_type",  # a cache class that no handler knows
+        "unknown_field",  # a cache with attributes that its class is not known to have
+        "queue_full",  # the disk is slower than the store for too long, or memory is short: the rest was left out
+        "closed",  # the cache is closed
+    }
+)
+"""Why a store ended where it did. These words reach metrics: do not change them."""
+
+
+@dataclass(eq=False)
+class Hit:
+    """The longest stored prefix of a prompt, ready to use. False on a miss.
+
+    ``caches``: one cache object per layer that stands at ``cached_tokens``; fresh empty ones on a miss. They belong to
+    the caller. ``remaining``: the tokens still to run, at least one unless the prompt was empty; of the type that was
+    given for lists, tuples and arrays. ``reason``: one of ``HIT_REASONS``. ``diverged_at``: position of the first token
+    that differs from the nearest stored chain, None if there is no such chain or it ends here. ``tiers``: restored
+    tokens by tier, ``"ram"`` and ``"ssd"``. ``bytes`` were copied, in ``seconds``, lookup included.
+    """
+
+    caches: list[Any]
+    cached_tokens: int
+    remaining: Any
+    reason: str
+    diverged_at: int | None = None
+    tiers: dict[str, int] = field(default_factory=dict)
+    bytes: int = 0
+    seconds: float = 0.0
+    chain: KeyChain | None = field(default=None, repr=False)
+
+    def __bool__(self) -> bool:
+        return self.cached_tokens > 0
+
+
+@dataclass
+class StoreReport:
+    """What a store kept. False if nothing is stored for these tokens.
+
+    ``stored_tokens``: leading tokens whose rows are stored now, by this call or before. ``new_blocks`` and ``bytes``
+    count what this call added. ``reason``: one of ``STORE_REASONS``; ``detail`` names the layer and the values.
+    """
+
+    stored_tokens: int = 0
+    new_blocks: int = 0
+    bytes: int = 0
+    reason: str = "complete"
+    detail: str = ""
+
+    def __bool__(self) -> bool:
+        return self.stored_tokens > 0
