@@ -78,8 +78,11 @@ std::vector<ContentKey> read_content(std::string_view listed) {
 }
 
 std::vector<TensorInfo> read_tensor_list(std::string_view listed) {
+  // An item has 21 bytes at least, with the comma 22.
+  constexpr std::size_t kLeastItem = 22;
   Cursor cursor(listed, "tensors");
   std::vector<TensorInfo> tensors;
+  tensors.reserve(std::min((listed.size() + 1) / kLeastItem, kMaxTensors));
   while (!cursor.at_end()) {
     if (tensors.size() == kMaxTensors) cursor.fail("more than " + std::to_string(kMaxTensors) + " tensors");
     if (!tensors.empty()) cursor.expect(",");

@@ -44,7 +44,7 @@ def header() -> tuple[dict[str, Any], int]:
 
 
 def test_tensors_are_those_that_were_put() -> None:
-    opened = dict(safetensors.deserialize(GOLDEN.read_bytes()))
+    opened = dict(safetensors.deserialize(GOLDEN.read_bytes()))  # type: ignore[no-untyped-call]
     assert sorted(opened) == sorted(name for name, *_ in TENSORS)
     for place, (name, dtype, shape, _, _) in enumerate(TENSORS):
         assert opened[name]["dtype"] == dtype

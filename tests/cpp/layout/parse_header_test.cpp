@@ -250,23 +250,31 @@ TEST(ParseHeader, ChecksTheChecksumBeforeTheMeaning) {
 }
 
 TEST(ParseHeader, MemoryFollowsTheBytesThatAreThere) {
-  PartHeader header = plain_header();
-  header.depth = header.row_hi = 1 << 20;
-  header.row_lo = header.row_hi - 3;
-  header.tokens.assign(1 << 20, 7);
-  header.tensors.clear();
-  for (int i = 0; i < 20000; ++i) header.tensors.push_back(tensor(std::to_string(i), mlx::core::uint8, {0}));
-  place_tensors(header.tensors);
-  const std::string file = encode_header(header);
-  allocated = largest = 0;
-  const Parsed parsed = parse(file, file.size());
-  ASSERT_TRUE(parsed.status.is_ok()) << parsed.status.message();
-  EXPECT_LE(allocated, 8 * file.size());
+  // The densest lists that a header can hold, each alone.
+  PartHeader tensors = plain_header();
+  tensors.tensors.clear();
+  for (int i = 0; i < 1 << 16; ++i) tensors.tensors.push_back(tensor(std::to_string(i), mlx::core::uint8, {}));
+  place_tensors(tensors.tensors);
+  PartHeader tokens = plain_header();
+  tokens.tensors.clear();
+  tokens.depth = tokens.row_hi = 1 << 20;
+  tokens.tokens.assign(1 << 20, 7);
+  PartHeader content = plain_header();
+  content.tensors.clear();
+  content.content.assign(10000, {4, 5, Key{}});
+  for (const PartHeader* header : {&tensors, &tokens, &content}) {
+    const std::string file = encode_header(*header);
+    allocated = largest = 0;
+    const Parsed parsed = parse(file, file.size() + data_bytes(*header));
+    ASSERT_TRUE(parsed.status.is_ok()) << parsed.status.message();
+    EXPECT_LE(allocated, 4 * file.size());
+  }
 
-  std::string dense = json_of(file);
-  const auto tokens = dense.find("7,7");
-  dense.insert(tokens, std::string("7,7,7,7,"));
-  expect_refused(seal(dense), 0, "more than 1048576 tokens");
+  expect_refused(forge(tokens, "7,7,", "7,7,7,"), 0, "more than 1048576 tokens");
+  const std::string many = forge(tensors, "\"tensors\":\"", "\"tensors\":\"-1:0000000000000000:0:,");
+  const Parsed parsed = parse(many, many.size() + (1 << 16));
+  EXPECT_EQ(parsed.status.code(), StatusCode::Corrupt);
+  EXPECT_THAT(parsed.status.message(), HasSubstr("more than 65536 tensors"));
 }
 
 }  // namespace
