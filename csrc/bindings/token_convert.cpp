@@ -19,6 +19,7 @@ namespace mx = mlx::core;
 namespace {
 
 constexpr std::uint64_t kLargestToken = std::numeric_limits<std::uint32_t>::max();
+constexpr Py_ssize_t kAhead = 16;
 
 [[noreturn]] void bad_token(const std::string& value, std::size_t position) {
   throw nb::value_error(("token " + value + " at position " + std::to_string(position) +
@@ -81,6 +82,8 @@ TokenBuffer from_fast_sequence(nb::handle sequence) {
   PyObject** items = PySequence_Fast_ITEMS(sequence.ptr());
   for (Py_ssize_t i = 0; i < size; ++i) {
     PyObject* item = items[i];
+    // The ints lie anywhere in memory: ask for the ones to come early.
+    if (i + kAhead < size) __builtin_prefetch(items[i + kAhead]);
     const std::int64_t value = PyLong_CheckExact(item) ? small_int(item) : -1;
     if (value >= 0 && static_cast<std::uint64_t>(value) <= kLargestToken) {
       out[i] = static_cast<std::uint32_t>(value);
