@@ -22,7 +22,11 @@ void ThreadPool::run(Loop& loop) {
   for (;;) {
     const std::size_t i = loop.next.fetch_add(1, std::memory_order_relaxed);
     if (i >= loop.count) return;
-    (*loop.body)(i);
+    try {
+      (*loop.body)(i);
+    } catch (...) {
+      if (!loop.failed.test_and_set()) loop.error = std::current_exception();
+    }
   }
 }
 
@@ -31,7 +35,7 @@ void ThreadPool::parallel_for(std::size_t count, const std::function<void(std::s
     for (std::size_t i = 0; i < count; ++i) body(i);
     return;
   }
-  Loop loop{&body, count};
+  Loop loop(body, count);
   {
     std::lock_guard lock(mutex_);
     loops_.push_back(&loop);
@@ -41,6 +45,8 @@ void ThreadPool::parallel_for(std::size_t count, const std::function<void(std::s
   std::unique_lock lock(mutex_);
   std::erase(loops_, &loop);
   done_.wait(lock, [&] { return loop.running.load() == 0; });
+  lock.unlock();
+  if (loop.error) std::rethrow_exception(loop.error);
 }
 
 void ThreadPool::work() {

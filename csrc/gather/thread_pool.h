@@ -2,13 +2,14 @@
 //
 // Threads: parallel_for may be called from several threads at once; their loops share the workers.
 // Owns:    its threads, joined by the destructor. Bodies see bytes only, never MLX.
-// Errors:  bodies must not throw.
+// Errors:  what a body throws is thrown by its parallel_for, after all other items have ended; the first one wins.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -32,10 +33,13 @@ class ThreadPool {
 
  private:
   struct Loop {
+    Loop(const std::function<void(std::size_t)>& b, std::size_t n) : body(&b), count(n) {}
     const std::function<void(std::size_t)>* body;
     std::size_t count;
     std::atomic<std::size_t> next{0};
     std::atomic<std::size_t> running{0};  // workers inside
+    std::atomic_flag failed;
+    std::exception_ptr error;  // set by whoever set `failed`
   };
 
   void work();

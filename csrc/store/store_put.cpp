@@ -110,6 +110,38 @@ void copy_rows(const PutRequest& request, const Image& image, gather::ThreadPool
   });
 }
 
+// Bytes reserved in the writer's queue, given back unless a job takes them.
+class Reservation {
+ public:
+  Reservation(Writer* writer, std::uint64_t bytes) : writer_(writer), bytes_(bytes) {}
+  ~Reservation() {
+    if (writer_ != nullptr) writer_->cancel(bytes_);
+  }
+  Reservation(const Reservation&) = delete;
+  Reservation& operator=(const Reservation&) = delete;
+  void release() { writer_ = nullptr; }
+
+ private:
+  Writer* writer_;
+  std::uint64_t bytes_;
+};
+
+// While it lives, the writer stands back.
+class Copying {
+ public:
+  explicit Copying(Writer* writer) : writer_(writer) {
+    if (writer_ != nullptr) writer_->copying_begins();
+  }
+  ~Copying() {
+    if (writer_ != nullptr) writer_->copying_ends();
+  }
+  Copying(const Copying&) = delete;
+  Copying& operator=(const Copying&) = delete;
+
+ private:
+  Writer* writer_;
+};
+
 }  // namespace
 
 Status StoreImpl::put(const PutRequest& request, std::uint64_t* added) {
@@ -127,18 +159,15 @@ Status StoreImpl::put(const PutRequest& request, std::uint64_t* added) {
     return Status{StatusCode::Full, why};
   };
   if (to_disk && !writer_->reserve(cost, options_.put_wait_seconds)) return full("the write queue is full");
+  Reservation reservation{to_disk ? writer_.get() : nullptr, cost};
   image->buffer = acquire_buffer(image->data_bytes);
-  if (image->buffer == nullptr) {
-    if (to_disk) writer_->cancel(cost);
-    return full("no memory for a part of " + std::to_string(image->data_bytes) + " bytes");
+  if (image->buffer == nullptr) return full("no memory for a part of " + std::to_string(image->data_bytes) + " bytes");
+  {
+    const Copying copying(writer_.get());
+    copy_rows(request, *image, threads_);
   }
-  if (to_disk) writer_->copying_begins();
-  copy_rows(request, *image, threads_);
-  if (to_disk) writer_->copying_ends();
-  if (!insert(request, image, to_disk)) {
-    if (to_disk) writer_->cancel(cost);
-    return Status::ok();
-  }
+  if (!insert(request, image, to_disk)) return Status::ok();
+  reservation.release();
   if (to_disk) writer_->push(image, cost);
   if (added != nullptr) *added = image->data_bytes;
   return Status::ok();

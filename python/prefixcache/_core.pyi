@@ -2,10 +2,11 @@
 Native core of prefixcache: chain hashes, the block store and the gather.
 """
 
-import enum
 from collections.abc import Sequence
+import enum
 
 import mlx.core
+
 
 class Purpose(enum.IntEnum):
     """What a salt is for. The numbers enter the keys."""
@@ -33,9 +34,13 @@ class TokenBuffer:
         """
 
     def __len__(self) -> int: ...
+
     def __getitem__(self, index: int) -> int: ...
+
     def __eq__(self, other: object, /) -> bool: ...
+
     def __hash__(self) -> int: ...
+
     def slice(self, lo: int, hi: int) -> TokenBuffer:
         """Tokens [lo, hi), sharing memory. ValueError outside of 0..len."""
 
@@ -43,6 +48,7 @@ class TokenBuffer:
         """The tokens as bytes, four each, in the machine's order."""
 
     def tolist(self) -> list[int]: ...
+
     def common_prefix(self, other: object, start: int = 0) -> int:
         """How many tokens are equal from position `start` of both on."""
 
@@ -52,15 +58,7 @@ class KeyChain:
     Reading from several threads is fine; extend() needs the chain to itself.
     """
 
-    def __init__(
-        self,
-        namespace: str,
-        salts: Sequence[tuple[int, bytes]],
-        tokens: object,
-        block_size: int,
-        content: Sequence[tuple[int, int, bytes]] = (),
-        previous: KeyChain | None = None,
-    ) -> None:
+    def __init__(self, namespace: str, salts: Sequence[tuple[int, bytes]], tokens: object, block_size: int, content: Sequence[tuple[int, int, bytes]] = (), previous: KeyChain | None = None) -> None:
         """
         salts: (purpose, canonically encoded value) for the whole request. tokens: what TokenBuffer takes.
         content: (start, end, 32-byte digest), ranges of tokens in any order; ranges may lie behind the tokens.
@@ -117,13 +115,7 @@ class KeyChain:
     @property
     def block_size(self) -> int: ...
 
-def chain_hashes(
-    namespace: str,
-    tokens: object,
-    block_size: int,
-    salts: Sequence[tuple[int, bytes]] = (),
-    content: Sequence[tuple[int, int, bytes]] = (),
-) -> list[bytes]:
+def chain_hashes(namespace: str, tokens: object, block_size: int, salts: Sequence[tuple[int, bytes]] = (), content: Sequence[tuple[int, int, bytes]] = ()) -> list[bytes]:
     """
     The keys of all whole blocks, 32 bytes each: equal keys mean equal prefixes, in every process.
     ValueError for a block size below 1, a token or a range out of range; TypeError for tokens that are none.
@@ -171,14 +163,17 @@ class Status:
     """The result of an operation; true if it went well."""
 
     def __bool__(self) -> bool: ...
+
     @property
     def code(self) -> StatusCode: ...
+
     @property
     def error_number(self) -> int:
         """The errno behind IO_ERROR, else 0."""
 
     @property
     def message(self) -> str: ...
+
     def __repr__(self) -> str: ...
 
 class Slots:
@@ -194,20 +189,26 @@ class Gathered:
 
     @property
     def status(self) -> Status: ...
+
     @property
     def good(self) -> int:
         """Leading blocks that may be asked for again after a failure."""
 
     @property
     def meta(self) -> str: ...
+
     @property
     def ram_bytes(self) -> int: ...
+
     @property
     def disk_bytes(self) -> int: ...
+
     @property
     def ram_blocks(self) -> int: ...
+
     @property
     def disk_blocks(self) -> int: ...
+
     def take_slots(self) -> dict[str, mlx.core.array]:
         """
         The arrays by slot name. They leave this object: a second call gives an empty dict.
@@ -219,33 +220,10 @@ class BlockStore:
     """
 
     @staticmethod
-    def open(
-        *,
-        directory: str,
-        namespace: str,
-        ram_bytes: int,
-        disk_bytes: int,
-        queue_bytes: int,
-        put_wait_seconds: float = 2.0,
-        write: str = "through",
-        verify: str = "first",
-        threads: int = 0,
-    ) -> BlockStore:
+    def open(*, directory: str, namespace: str, ram_bytes: int, disk_bytes: int, queue_bytes: int, put_wait_seconds: float = 2.0, write: str = 'through', verify: str = 'first', threads: int = 0) -> BlockStore:
         """Opens or makes a store. ValueError names the option that is wrong."""
 
-    def put(
-        self,
-        key: bytes,
-        parent: bytes,
-        depth: int,
-        tokens: TokenBuffer,
-        slots: Slots,
-        row_lo: int,
-        row_hi: int,
-        meta: str = "",
-        part: Part = Part.kv,
-        content: Sequence[tuple[int, int, bytes]] = [],
-    ) -> tuple[Status, int]:
+    def put(self, key: bytes, parent: bytes, depth: int, tokens: TokenBuffer, slots: Slots, row_lo: int, row_hi: int, meta: str = '', part: Part = Part.kv, content: Sequence[tuple[int, int, bytes]] = []) -> tuple[Status, int]:
         """
         Copies rows [row_lo, row_hi) of every slot. Returns (OK, FULL or CLOSED; bytes copied, 0 if they were there).
         """
@@ -258,14 +236,7 @@ class BlockStore:
     def longest_prefix(self, keys: list[bytes], root: bytes, block_size: int, part: Part = ...) -> int:
         """Leading blocks of a chain that have the part."""
 
-    def longest_child(
-        self,
-        parent: bytes,
-        start: int,
-        tokens: TokenBuffer,
-        content: Sequence[tuple[int, int, bytes]],
-        part: Part = Part.kv,
-    ) -> tuple[bytes, int, int, int] | None:
+    def longest_child(self, parent: bytes, start: int, tokens: TokenBuffer, content: Sequence[tuple[int, int, bytes]], part: Part = Part.kv) -> tuple[bytes, int, int, int] | None:
         """
         The child of `parent` with the longest run of `tokens`: (key, depth, rows in common, its rows), or None.
         """
@@ -273,9 +244,7 @@ class BlockStore:
     def children(self, parent: bytes) -> list[tuple[bytes, int, list[int]]]:
         """Blocks stored under `parent`: (key, depth, tokens), newest first."""
 
-    def gather(
-        self, keys: list[bytes], row_lo: int, row_hi: int, capacity: int, part: Part = ..., slots: list[str] = []
-    ) -> Gathered:
+    def gather(self, keys: list[bytes], row_lo: int, row_hi: int, capacity: int, part: Part = ..., slots: list[str] = []) -> Gathered:
         """
         Copies rows of consecutive blocks into fresh arrays of `capacity` rows; spare rows are zero.
         """

@@ -87,7 +87,6 @@ struct StoreStats {
   std::uint64_t write_errors = 0;
   std::uint64_t gathered_ram_bytes = 0;
   std::uint64_t gathered_disk_bytes = 0;
-  std::uint64_t verified_parts = 0;
   std::uint64_t corrupt_parts = 0;    // forgotten because a check failed
   std::uint64_t lost_parts = 0;       // in the index, but the file was gone
   std::uint64_t evicted_ram_parts = 0;
