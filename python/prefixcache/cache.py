@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import threading
 import time
@@ -27,6 +28,19 @@ ContentKeys = Iterable[tuple[int, int, Salt]]
 # A prompt is usually prefilled in chunks of at most this many tokens, and then decoded for a while.
 _PREFILL_STEP = 2048
 _DECODE_ROOM = 256
+_COUNTERS = (
+    "fetches",
+    "hits",
+    "requested_tokens",
+    "cached_tokens",
+    "cached_tokens_ram",
+    "cached_tokens_ssd",
+    "stores",
+    "stored_bytes",
+)
+_TROUBLE = ("damaged", "lost", "io_error", "no_memory", "structure_mismatch", "queue_full")
+_log = logging.getLogger("prefixcache")
+
 # Requests in flight that may share the hashing of a prompt.
 _REMEMBERED_CHAINS = 8
 
@@ -46,7 +60,7 @@ class PrefixCache:
         self._block_size = block_size
         self._lock = threading.Lock()
         self._chains: deque[KeyChain] = deque(maxlen=_REMEMBERED_CHAINS)
-        self._counts: Counter[str] = Counter()
+        self._counts = Counter(dict.fromkeys(_COUNTERS, 0))
         self._hit_reasons: Counter[str] = Counter()
         self._store_reasons: Counter[str] = Counter()
 
@@ -137,7 +151,7 @@ class PrefixCache:
         hit = Hit(
             caches=copy.deepcopy(self._prototypes) if restored.caches is None else restored.caches,
             cached_tokens=restored.n,
-            remaining=tokens[restored.n :],
+            remaining=tokens.slice(restored.n, total) if isinstance(tokens, TokenBuffer) else tokens[restored.n :],
             reason=restored.reason,
             diverged_at=restored.diverged_at,
             tiers=restored.tiers,
@@ -264,13 +278,24 @@ class PrefixCache:
             for tier, tokens in hit.tiers.items():
                 self._counts[f"cached_tokens_{tier}"] += tokens
             self._hit_reasons[hit.reason] += 1
+            first = self._hit_reasons[hit.reason] == 1
+        if first and hit.reason in _TROUBLE:
+            self._warn("a hit got shorter", hit.reason)
 
     def _count_store(self, report: StoreReport) -> StoreReport:
         with self._lock:
             self._counts["stores"] += 1
             self._counts["stored_bytes"] += report.bytes
             self._store_reasons[report.reason] += 1
+            first = self._store_reasons[report.reason] == 1
+        if first and report.reason in _TROUBLE:
+            self._warn("a store kept less", report.reason)
         return report
+
+    def _warn(self, what: str, reason: str) -> None:
+        # Once for each reason: the counters tell how often.
+        last_error = self._store.stats()["last_error"]
+        _log.warning("%s: %s (%s); counted in stats() from now on", what, reason, last_error)
 
 
 class Recorder:
