@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -39,7 +37,6 @@ _COUNTERS = (
     "stored_bytes",
 )
 _TROUBLE = ("damaged", "lost", "io_error", "no_memory", "structure_mismatch", "queue_full")
-_log = logging.getLogger("prefixcache")
 
 # Requests in flight that may share the hashing of a prompt.
 _REMEMBERED_CHAINS = 8
@@ -102,7 +99,7 @@ class PrefixCache:
         queue_bytes = max(1 << 30, ram_bytes // 2) if queue is None else parse_size(queue, "queue")
         name = _fingerprint(model) if namespace is None else namespace
         store = BlockStore.open(
-            directory=str(Path(directory).expanduser().absolute()) if directory is not None else "",
+            directory="" if directory is None else os.path.abspath(os.path.expanduser(directory)),
             namespace=name,
             ram_bytes=ram_bytes,
             disk_bytes=parse_size(disk, "disk"),
@@ -293,9 +290,13 @@ class PrefixCache:
         return report
 
     def _warn(self, what: str, reason: str) -> None:
-        # Once for each reason: the counters tell how often.
+        # Once for each reason: the counters tell how often. Imported here, since trouble is rare and import is not.
+        import logging
+
         last_error = self._store.stats()["last_error"]
-        _log.warning("%s: %s (%s); counted in stats() from now on", what, reason, last_error)
+        logging.getLogger("prefixcache").warning(
+            "%s: %s (%s); counted in stats() from now on", what, reason, last_error
+        )
 
 
 class Recorder:
