@@ -293,10 +293,8 @@ class PrefixCache:
         # Once for each reason: the counters tell how often. Imported here, since trouble is rare and import is not.
         import logging
 
-        last_error = self._store.stats()["last_error"]
-        logging.getLogger("prefixcache").warning(
-            "%s: %s (%s); counted in stats() from now on", what, reason, last_error
-        )
+        error = self._store.stats()["last_error"]
+        logging.getLogger("prefixcache").warning("%s: %s (%s); from now on see stats()", what, reason, error)
 
 
 class Recorder:
