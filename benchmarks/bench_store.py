@@ -1,0 +1,107 @@
+"""Claim: a store holds its caller for about one copy of the new bytes, and writes nothing twice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness import THREADS, Numbers, Row, Settings, interleaved, main, timed
+from reference import GIB, Memory, copy_seconds, part_files, untouched_copy_seconds
+from workload import ROW_BYTES, filled_caches, opened, prompt, ram_for
+
+from prefixcache import PrefixCache
+
+
+def _store(cache: PrefixCache, stored: list[int], caches: list[object]) -> float:
+    """Seconds that the caller is held."""
+    reports = []
+    seconds = timed(lambda: reports.append(cache.store(stored, caches)))
+    if reports[0].stored_tokens != len(stored) or not reports[0].bytes:
+        raise RuntimeError(f"the store kept less than asked for: {reports[0]}")
+    return seconds
+
+
+def steady(tokens: int, to_disk: bool, rounds: int, scratch: str) -> Numbers:
+    """The RAM tier is full: each store recycles the memory of the one before."""
+    caches = filled_caches(tokens)
+    size = min(tokens * ROW_BYTES, GIB)
+    source, to = Memory(size), Memory(size)
+    bytes_stored = tokens * ROW_BYTES
+    written: list[float] = []
+    flushes: list[float] = []
+    # The queue takes all of a prompt: what is measured is the copy, not the disk.
+    with opened(Path(scratch) if to_disk else None, ram_for(tokens), queue=3 * bytes_stored) as cache:
+        prompts = iter([prompt(tokens, seed) for seed in range(rounds + 1)])
+
+        def store() -> float:
+            seconds = _store(cache, next(prompts), caches)
+            if to_disk:
+                flushes.append(timed(cache.flush))
+                written.append(cache.stats()["written_bytes"])
+                _drop(Path(scratch), cache)
+            return seconds
+
+        store()
+        seconds = interleaved({"copy": lambda: copy_seconds(to, source, THREADS), "store": store}, rounds)
+    seconds["copy"] *= bytes_stored / size
+    return {
+        **seconds,
+        "flush": sorted(flushes)[len(flushes) // 2] if flushes else 0.0,
+        "written": written[-1] / (len(written) * bytes_stored) if written else 0.0,
+    }
+
+
+def _drop(directory: Path, cache: PrefixCache) -> None:
+    """Removes what the last round stored, so that neither the disk nor the page cache fills up."""
+    cache.clear()
+    for path in part_files(directory):
+        os.unlink(path)
+
+
+def first_fill(tokens: int, rounds: int, scratch: str) -> Numbers:
+    """A RAM tier that was never touched."""
+    caches = filled_caches(tokens)
+    source = Memory(min(tokens * ROW_BYTES, GIB))
+    stored = prompt(tokens)
+
+    def store() -> float:
+        with opened(None, ram_for(tokens)) as cache:
+            return _store(cache, stored, caches)
+
+    return interleaved(
+        {"copy": lambda: untouched_copy_seconds(tokens * ROW_BYTES, source, THREADS), "store": store}, rounds
+    )
+
+
+def rows(settings: Settings) -> Iterator[Row]:
+    for tokens in settings.tokens:
+        size = tokens * ROW_BYTES / 1e9
+        for to_disk in (False, True):
+            got = settings.run(steady, tokens=tokens, to_disk=to_disk, recycled=True)
+            where = "RAM and disk" if to_disk else "RAM only"
+            yield Row(
+                f"store, caller held, {where}, memory touched before",
+                tokens,
+                got["store"] / got["copy"],
+                "x",
+                "<= 1.3",
+                f"{THREADS}-thread copy, {size / got['copy']:.1f} GB/s",
+                f"{got['store'] * 1e3:.0f} ms, {size / got['store']:.1f} GB/s",
+            )
+        yield Row("bytes written / new KV bytes", tokens, got["written"], "x", "<= 1.05")
+        yield Row("flush after it", tokens, size / (got["flush"] + got["store"]), "GB/s", note="store and flush together")
+        got = settings.run(first_fill, tokens=tokens)
+        yield Row(
+            "store, caller held, RAM tier fills for the first time",
+            tokens,
+            got["store"] / got["copy"],
+            "x",
+            "<= 1.3",
+            f"{THREADS}-thread copy into untouched huge pages, {size / got['copy']:.1f} GB/s",
+            f"{got['store'] * 1e3:.0f} ms, {size / got['store']:.1f} GB/s",
+        )
+
+
+if __name__ == "__main__":
+    main(rows, [steady, first_fill])
