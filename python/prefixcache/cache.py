@@ -172,7 +172,7 @@ class PrefixCache:
 
         ``hit``: what ``fetch`` returned for these tokens, or the list of live caches. The salts are those of the fetch.
         """
-        caches = hit.caches if isinstance(hit, Hit) else list(hit)
+        caches = hit.caches if isinstance(hit, Hit) else hit
         start = hit.cached_tokens if isinstance(hit, Hit) else 0
         return Recorder(self, self._chain(tokens, salt, extra_keys, kv_format), caches, start)
 
