@@ -59,6 +59,7 @@ def test_golden_blocks(case: dict[str, Any]) -> None:
 
 
 @given(st.text(max_size=9), st.lists(TOKEN, max_size=40), st.integers(1, 12), SALTS, CONTENT)
+@settings(deadline=None)
 def test_chains_equal_the_reference(
     namespace: str, tokens: list[int], block_size: int, salts: list[Any], content: list[Any]
 ) -> None:
@@ -70,11 +71,13 @@ def test_chains_equal_the_reference(
 
 
 @given(st.text(max_size=9), st.binary(max_size=40), st.lists(TOKEN, max_size=9), CONTENT)
+@settings(deadline=None)
 def test_blocks_equal_the_reference(namespace: str, parent: bytes, tokens: list[int], content: list[Any]) -> None:
     assert block_key(namespace, parent, tokens, content) == reference.block_key(namespace, parent, tokens, content)
 
 
 @given(st.lists(TOKEN, min_size=1, max_size=30), st.lists(TOKEN, min_size=1, max_size=30), st.integers(1, 6))
+@settings(deadline=None)
 def test_keys_are_equal_exactly_where_prefixes_are(a: list[int], b: list[int], block_size: int) -> None:
     keys_a, keys_b = chain_hashes("n", a, block_size), chain_hashes("n", b, block_size)
     for i in range(min(len(keys_a), len(keys_b))):
@@ -171,6 +174,7 @@ def test_bad_block_sizes_and_purposes_are_refused() -> None:
 
 
 @given(st.lists(TOKEN, max_size=40), st.lists(st.lists(TOKEN, max_size=9), max_size=5), st.integers(1, 6), CONTENT)
+@settings(deadline=None)
 def test_extend_equals_hashing_at_once(
     tokens: list[int], more: list[list[int]], block_size: int, content: list[Any]
 ) -> None:
@@ -188,7 +192,7 @@ def test_extend_equals_hashing_at_once(
     FEW,
     st.sampled_from([[], [(1, b"t")]]), st.sampled_from([[], [(1, b"t")]]), st.integers(1, 4),
 )
-@settings(max_examples=400)
+@settings(deadline=None, max_examples=400)
 def test_a_previous_chain_never_changes_a_key(
     before: list[int], tokens: list[int], block_size: int, content_before: list[Any], content: list[Any],
     salts_before: list[Any], salts: list[Any], other_size: int,

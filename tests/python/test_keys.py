@@ -8,7 +8,7 @@ from typing import Any
 import key_encoding as reference
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixcache._core import Purpose, sha256
@@ -43,11 +43,13 @@ def test_lookalikes_have_different_encodings() -> None:
 
 
 @given(VALUES, VALUES)
+@settings(deadline=None)
 def test_encodings_are_equal_exactly_where_values_are(a: Any, b: Any) -> None:
     assert (encode_salt(a) == encode_salt(b)) == same(a, b)
 
 
 @given(VALUES)
+@settings(deadline=None)
 def test_the_encoding_is_the_documented_one(value: Any) -> None:
     assert encode_salt(value) == reference.salt_bytes(value)
 

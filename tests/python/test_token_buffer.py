@@ -74,6 +74,7 @@ def test_equal_tokens_in_any_container_give_equal_keys(size: int) -> None:
 
 
 @given(st.lists(TOKEN, max_size=20))
+@settings(deadline=None)
 def test_tokens_of_all_32_bits_are_kept(tokens: list[int]) -> None:
     for container in (tokens, tuple(tokens), array.array("I", tokens), np.array(tokens, dtype=np.int64),
                       np.array(tokens, dtype=np.uint64), mx.array(np.array(tokens, dtype=np.uint32))):
@@ -209,7 +210,7 @@ def test_the_buffer_protocol_shares_and_is_read_only() -> None:
 
 
 @given(st.lists(st.integers(0, 2), max_size=3000), st.integers(0, 3001), st.integers(0, 20))
-@settings(max_examples=60)
+@settings(deadline=None, max_examples=60)
 def test_common_prefix(tokens: list[int], change: int, start: int) -> None:
     other = list(tokens)
     if change < len(other):
