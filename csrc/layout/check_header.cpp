@@ -11,7 +11,12 @@ namespace {
 constexpr std::uint64_t kLargest = std::numeric_limits<std::int64_t>::max();
 
 std::string range(std::int64_t lo, std::int64_t hi) {
-  return "[" + std::to_string(lo) + ", " + std::to_string(hi) + ")";
+  std::string out("[");
+  out += std::to_string(lo);
+  out += ", ";
+  out += std::to_string(hi);
+  out += ')';
+  return out;
 }
 
 std::string why_invalid_positions(const PartHeader& header) {
