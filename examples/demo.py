@@ -305,21 +305,18 @@ def table_of(turns: list[Turn]) -> Table:
         padding=(0, 1),
         title="Seconds to the first token, without and with prefixcache",
         title_style="bold",
-        caption="prompt, reused: tokens; MB, GB/s: what was restored; same: tokens and logits as without",
+        caption="MB, GB/s: what was restored. RAM: in this process. SSD: in a new one.",
     )
-    table.add_column("process")
-    for heading in ("turn", "prompt", "reused", "without", "with", "faster", "MB", "GB/s"):
+    for heading in ("turn", "prompt", "reused", "without", "with", "gain", "MB", "GB/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("from", no_wrap=True)
     table.add_column("same", no_wrap=True)
     for before, turn in zip([None, *turns], turns, strict=False):
         if before is not None and before.place != turn.place:
             table.add_section()
-        first = before is None or before.place != turn.place
         rate = turn.restored_bytes / turn.restore_seconds / 1e9 if turn.restored_bytes else 0.0
         restored = (f"{turn.restored_bytes / 1e6:.1f}", f"{rate:.1f}") if turn.reused else ("", "")
         table.add_row(
-            turn.place if first else "",
             str(turn.number),
             f"{len(turn.prompt):,}",
             f"{turn.reused:,}",

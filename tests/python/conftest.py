@@ -44,6 +44,7 @@ def smollm2(smollm2_folder: Path) -> RealModel:
 def make_tiny_llama(dtype: str = "float32", layers: int = 3, kv_heads: int = 2, seed: int = 7) -> Any:
     """An mlx-lm llama of random weights: 4 query heads of size 32, vocabulary 512. Equal arguments, equal weights."""
     import mlx.core as mx
+    from mlx.utils import tree_flatten
     from mlx_lm.models import llama
 
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 512}
@@ -55,13 +56,15 @@ def make_tiny_llama(dtype: str = "float32", layers: int = 3, kv_heads: int = 2, 
         rms_norm_eps=1e-5,
         **sizes,
     )
-    # The weights depend on `seed` alone, and the caller's random state is left as it was.
-    state = [mx.array(word) for word in mx.random.state]
-    mx.random.seed(seed)
     model = llama.Model(arguments)
+    key = mx.random.key(seed)
+    # Explicit keys: the weights depend on `seed` alone, and the global random state stays as it is.
+    weights = tree_flatten(model.parameters())
+    for (name, weight), own_key in zip(weights, mx.random.split(key, len(weights)), strict=True):
+        if weight.ndim == 2:
+            model.load_weights([(name, mx.random.normal(weight.shape, scale=0.1, key=own_key))], strict=False)
     model.set_dtype(getattr(mx, dtype))
     mx.eval(model.parameters())
-    mx.random.state[:] = state
     return model
 
 
@@ -69,3 +72,18 @@ def make_tiny_llama(dtype: str = "float32", layers: int = 3, kv_heads: int = 2, 
 def tiny_llama() -> Callable[..., Any]:
     """`tiny_llama(dtype="float16", layers=2)` gives a model; the same arguments give the same object."""
     return make_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Any:
+    """A byte-level tokenizer for `tiny_llama`: ids 0..255 are bytes, 511 ends a text, the rest are spare words."""
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*letters, *(f"word{i}" for i in range(len(letters), 511)), "<end>"]
+    inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>"))

@@ -3,6 +3,7 @@
 
 #include "prefixcache/block_hash.h"
 #include "prefixcache/block_store.h"
+#include "prefixcache/digest.h"
 #include "prefixcache/env.h"
 #include "prefixcache/gather.h"
 #include "prefixcache/options.h"
