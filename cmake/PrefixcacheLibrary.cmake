@@ -11,7 +11,7 @@ add_library(prefixcache_objects OBJECT ${PREFIXCACHE_SOURCES})
 target_include_directories(prefixcache_objects
   PUBLIC "${PROJECT_SOURCE_DIR}/csrc/include" "${PROJECT_BINARY_DIR}/include" "${PROJECT_SOURCE_DIR}/csrc")
 # Third-party headers are system headers: their warnings are not ours.
-target_include_directories(prefixcache_objects SYSTEM PRIVATE "${XXHASH_INCLUDE_DIR}" "${NLOHMANN_INCLUDE_DIR}")
+target_include_directories(prefixcache_objects SYSTEM PRIVATE "${XXHASH_INCLUDE_DIR}")
 target_link_libraries(prefixcache_objects PUBLIC mlx Threads::Threads)
 if(NOT APPLE)
   target_link_libraries(prefixcache_objects PRIVATE OpenSSL::Crypto)

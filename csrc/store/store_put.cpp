@@ -7,23 +7,18 @@
 
 #include "gather/copy.h"
 #include "hash/checksum.h"
+#include "layout/check_header.h"
 #include "store/store_impl.h"
 
 namespace prefixcache::store {
 
 namespace {
 
-constexpr std::size_t kMostMeta = std::size_t{1} << 20;
-
 [[noreturn]] void refuse(const std::string& what) {
   throw std::invalid_argument("[BlockStore::put] " + what);
 }
 
 void check_slot(const SlotInput& slot, const PutRequest& request) {
-  if (slot.name.empty()) refuse("a slot has no name");
-  if (layout::dtype_name(slot.array.dtype()).empty()) {
-    refuse("slot '" + slot.name + "' has a dtype that blocks cannot hold");
-  }
   if (slot.seq_axis == kNoSeqAxis) return;
   const auto rank = static_cast<int>(slot.array.ndim());
   if (slot.seq_axis < 0 || slot.seq_axis >= rank) {
@@ -39,16 +34,11 @@ void check_slot(const SlotInput& slot, const PutRequest& request) {
 }
 
 void check(const PutRequest& request) {
-  const auto tokens = static_cast<std::int64_t>(request.tokens.size());
-  if (tokens < 1 || tokens > request.depth) {
-    refuse("a block of " + std::to_string(tokens) + " tokens cannot end at depth " + std::to_string(request.depth));
-  }
   if (request.row_lo < 0 || request.row_lo > request.row_hi || request.row_hi > request.depth) {
     refuse("rows " + std::to_string(request.row_lo) + ".." + std::to_string(request.row_hi) +
            " do not lie in a block that ends at " + std::to_string(request.depth));
   }
   if (request.slots.empty()) refuse("a part needs at least one slot");
-  if (request.meta.size() > kMostMeta) refuse("meta is longer than 1 MiB");
   for (const auto& slot : request.slots) check_slot(slot, request);
 }
 
@@ -84,6 +74,8 @@ std::shared_ptr<Image> make_image(const PutRequest& request) {
     header.tensors.push_back(std::move(tensor));
   }
   image->data_bytes = layout::place_tensors(header.tensors);
+  std::uint64_t data_bytes = 0;
+  if (const std::string why = layout::why_invalid(header, data_bytes); !why.empty()) refuse(why);
   return image;
 }
 
