@@ -64,6 +64,7 @@ class StoreImpl : public BlockStore {
   void supersede_siblings(const PutRequest& request, std::vector<FileToRemove>& files);
   // on the writer's thread
   Status write_image(const std::shared_ptr<Image>& image);
+  Status write_file(Image& image, std::uint64_t& file_bytes);
   Status make_disk_room(std::uint64_t bytes);
   void finish_write(const std::shared_ptr<Image>& image, const Status& status, std::uint64_t file_bytes);
 

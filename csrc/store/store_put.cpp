@@ -1,6 +1,8 @@
 // store_put.cpp: the store line, from arrays to files.
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
+#include <new>
 #include <stdexcept>
 
 #include <mlx/transforms.h>
@@ -274,19 +276,28 @@ Status StoreImpl::write_image(const std::shared_ptr<Image>& image) {
     const PartRecord* record = index_.find(image->header.key, image->header.part);
     if (record == nullptr || record->image != image) return Status::ok();
   }
-  const auto data = image->data();
-  for (auto& tensor : image->header.tensors) tensor.digest = hash::xxh3_64(data.subspan(tensor.offset, tensor.nbytes));
-  const std::string header = layout::encode_header(image->header);
-  const std::uint64_t file_bytes = header.size() + data.size();
-  Status status = make_disk_room(file_bytes);
-  if (status.is_ok()) {
-    const std::span<const std::uint8_t> pieces[] = {
-        {reinterpret_cast<const std::uint8_t*>(header.data()), header.size()}, data};
-    const auto& h = image->header;
-    status = directory_->write({h.key, layout::parent_prefix(h.parent), h.depth, h.part}, pieces);
+  Status status;
+  std::uint64_t file_bytes = 0;
+  try {
+    status = write_file(*image, file_bytes);
+  } catch (const std::bad_alloc& e) {
+    // On this thread it would end the process.
+    status = {StatusCode::IOError, std::string("no memory to write a part: ") + e.what(), ENOMEM};
   }
   finish_write(image, status, file_bytes);
   return status;
+}
+
+Status StoreImpl::write_file(Image& image, std::uint64_t& file_bytes) {
+  const auto data = image.data();
+  for (auto& tensor : image.header.tensors) tensor.digest = hash::xxh3_64(data.subspan(tensor.offset, tensor.nbytes));
+  const std::string header = layout::encode_header(image.header);
+  file_bytes = header.size() + data.size();
+  if (Status status = make_disk_room(file_bytes); !status.is_ok()) return status;
+  const std::span<const std::uint8_t> pieces[] = {
+      {reinterpret_cast<const std::uint8_t*>(header.data()), header.size()}, data};
+  const auto& h = image.header;
+  return directory_->write({h.key, layout::parent_prefix(h.parent), h.depth, h.part}, pieces);
 }
 
 Status StoreImpl::make_disk_room(std::uint64_t bytes) {

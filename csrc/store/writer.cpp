@@ -1,8 +1,5 @@
 #include "store/writer.h"
 
-#include <exception>
-#include <string>
-
 namespace prefixcache::store {
 
 namespace {
@@ -112,13 +109,7 @@ void Writer::run() {
     auto [job, bytes] = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();
-    Status status;
-    try {
-      status = write_(job);
-    } catch (const std::exception& e) {
-      // No memory for a header, say. An exception here would end the process.
-      status = {StatusCode::IOError, std::string("cannot write a part: ") + e.what()};
-    }
+    Status status = write_(job);
     job.reset();
     lock.lock();
     reserved_ -= bytes;

@@ -24,7 +24,7 @@ class Writer {
  public:
   using Job = std::shared_ptr<Image>;
 
-  // `write` runs on the writer's thread, one job after the other.
+  // `write` runs on the writer's thread, one job after the other. It must not throw.
   Writer(std::uint64_t limit, std::function<Status(const Job&)> write);
   ~Writer();
   Writer(const Writer&) = delete;
