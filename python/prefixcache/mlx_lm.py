@@ -130,7 +130,7 @@ def _encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> mx.array:
         # As mlx-lm: a prompt that spells out its first special token needs no second one.
         bos = tokenizer.bos_token
         prompt = tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
-    row = prompt if isinstance(prompt, mx.array) else mx.array(list(prompt))
+    row = prompt if isinstance(prompt, mx.array) else mx.array(cast("Any", prompt))
     if row.ndim != 1 or row.size == 0:
         raise ValueError(f"prompt must be one row of at least one token, not an array of shape {row.shape}")
     return row

@@ -76,13 +76,15 @@ def tiny_llama() -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
-    """A byte-level tokenizer for `tiny_llama`: ids 0..255 are bytes, 511 ends a text, the rest are spare words."""
+    """A byte-level tokenizer for `tiny_llama`: ids 0..255 are bytes, the rest spare words; 512 ends a text, which
+    the model cannot say.
+    """
     from mlx_lm.tokenizer_utils import TokenizerWrapper
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*letters, *(f"word{i}" for i in range(len(letters), 511)), "<end>"]
+    words = [*letters, *(f"word{i}" for i in range(len(letters), 512)), "<end>"]
     inner = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
