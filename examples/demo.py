@@ -197,7 +197,9 @@ class Demo:
     def __init__(self, options: argparse.Namespace, console: Console, bar: Progress) -> None:
         self._options, self._console, self._bar = options, console, bar
         self._fast = smollm2.has_fast_blas()
-        self.plan = Plan(20, 256, options.max_tokens or 24) if self._fast else Plan(0, 16, options.max_tokens or 5)
+        rooms, block_size, max_tokens = (20, 256, 24) if self._fast else (0, 16, 5)
+        rooms = rooms if options.rooms is None else options.rooms
+        self.plan = Plan(rooms, block_size, options.max_tokens or max_tokens)
         self.turns: list[Turn] = []
         self._task = bar.add_task("", total=None)
 
@@ -345,11 +347,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model-dir", help="the prepared model (default: .cache/smollm2 of the project)")
     parser.add_argument("--turns", type=int, default=3, choices=range(1, len(QUESTIONS) + 1))
     parser.add_argument("--max-tokens", type=int, help="tokens of each answer (default: 24, less on a slow machine)")
+    parser.add_argument("--rooms", type=int, help="length of the system prompt, about 30 tokens a room (default: 20)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
     parser.add_argument("--replay", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.max_tokens is not None and options.max_tokens < 1:
         parser.error(f"--max-tokens must be at least 1, not {options.max_tokens}")
+    if options.rooms is not None and options.rooms < 0:
+        parser.error(f"--rooms must not be negative, not {options.rooms}")
     return options
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
+
+
+def child_environment(*folders: Path) -> dict[str, str]:
+    """For a Python program that is to find the prefixcache under test, and what lies in `folders`."""
+    import prefixcache
+
+    site = Path(prefixcache.__file__).resolve().parents[1]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (site, *folders)))}
 
 
 class RealModel(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import pytest
+from conftest import EXAMPLES, child_environment
 from runs import assert_same_logits, following_logits, prefill, same_bits, trimmed_copy
 
 from prefixcache import Hit, PrefixCache
@@ -203,7 +204,6 @@ def test_a_hit_and_the_store_are_independent(tiny_llama: Callable[..., Any], tmp
 
 RESTARTED = """
 import hashlib, json, sys
-sys.path[:0] = json.loads(sys.argv[2])
 import mlx.core as mx
 from prefixcache import PrefixCache
 from runs import following_logits
@@ -232,10 +232,9 @@ def digest_of(logits: list[mx.array]) -> str:
 
 def after_restart(directory: Path, order: dict[str, Any]) -> list[list[Any]]:
     """What a new process answers: for each request the reused tokens, those from the SSD, and the logits' digest."""
-    here = Path(__file__).resolve()
-    paths = [str(here.parent), str(here.parents[2] / "examples"), *sys.path]
     done = subprocess.run(
-        [sys.executable, "-c", RESTARTED, str(directory), json.dumps(paths)],
+        [sys.executable, "-c", RESTARTED, str(directory)],
+        env=child_environment(Path(__file__).resolve().parent, EXAMPLES),
         input=json.dumps(order),
         capture_output=True,
         text=True,

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import child_environment
 from mlx_lm import generate as plain_generate
 from mlx_lm import stream_generate as plain_stream_generate
 from mlx_lm.generate import GenerationResponse
@@ -374,8 +375,8 @@ def test_two_interleaved_streams(tiny: Setup) -> None:
 
 def test_the_import_does_not_pull_in_mlx_lm() -> None:
     code = "import sys, prefixcache.mlx_lm; print(sorted({'mlx_lm', 'transformers'} & sys.modules.keys()))"
-    program = f"import sys; sys.path[:0] = {sys.path!r}\n{code}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
