@@ -1,0 +1,50 @@
+"""The extension's stub is what its generator writes now, and the package type-checks."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+import prefixcache
+from prefixcache._build_info import MLX_VERSION
+
+PACKAGE = Path(prefixcache.__file__).resolve().parent
+# The generator belongs to one nanobind; the wrong one writes other text.
+NANOBIND_OF = {"0.31.2": "2.12.0", "0.32.4": "3.1.0"}
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment, cwd=cwd
+    )  # fmt: skip
+
+
+def test_the_stub_is_current(tmp_path: Path) -> None:
+    if importlib.util.find_spec("nanobind") is None:
+        pytest.skip("nanobind is not installed: the stub is not compared")
+    wanted, found = NANOBIND_OF.get(MLX_VERSION), importlib.metadata.version("nanobind")
+    if found != wanted:
+        pytest.skip(f"nanobind {found} is installed, the stub of MLX {MLX_VERSION} is written by {wanted}")
+    fresh = tmp_path / "_core.pyi"
+    done = run("-m", "nanobind.stubgen", "-q", "-m", "prefixcache._core", "-o", str(fresh), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    stub = (PACKAGE / "_core.pyi").read_text(encoding="utf-8").splitlines()
+    difference = difflib.unified_diff(stub, fresh.read_text(encoding="utf-8").splitlines(), "committed", "fresh")
+    assert "\n".join(difference) == ""
+
+
+def test_the_package_is_typed() -> None:
+    assert (PACKAGE / "py.typed").exists()
+    if importlib.util.find_spec("mypy") is None:
+        pytest.skip("mypy is not installed: types are not checked")
+    done = run("-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "-p", "prefixcache", cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-4000:]
