@@ -42,9 +42,13 @@ def test_the_stub_is_current(tmp_path: Path) -> None:
     assert "\n".join(difference) == ""
 
 
-def test_the_package_is_typed() -> None:
+def test_the_package_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (PACKAGE / "py.typed").exists()
     if importlib.util.find_spec("mypy") is None:
         pytest.skip("mypy is not installed: types are not checked")
-    done = run("-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "-p", "prefixcache", cwd=ROOT)
+    if "site-packages" not in PACKAGE.parts:
+        # An installed package is found without help, and mypy refuses to be helped there.
+        monkeypatch.setenv("MYPYPATH", str(PACKAGE.parent))
+    settings = ("--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache"))
+    done = run("-m", "mypy", *settings, "-p", "prefixcache", cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-4000:]
