@@ -1,0 +1,154 @@
+#include "store/directory.h"
+
+#include <cerrno>
+#include <filesystem>
+
+#include <gtest/gtest.h>
+
+#include "support/blocks.h"
+#include "support/faulty_env.h"
+#include "support/temp_dir.h"
+
+namespace prefixcache::store {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::Block;
+using testing::chain;
+using testing::FaultyEnv;
+using testing::TempDir;
+using testing::write_file;
+
+layout::NameInfo name_of(const Block& block) {
+  return {block.key, layout::parent_prefix(block.parent), block.depth, Part::kv};
+}
+
+class DirectoryTest : public ::testing::Test {
+ protected:
+  Status write(Directory& directory, const Block& block, std::size_t size) {
+    const std::vector<std::uint8_t> a(size / 2, 1), b(size - size / 2, 2);
+    const std::span<const std::uint8_t> pieces[] = {a, b};
+    return directory.write(name_of(block), pieces);
+  }
+  Directory open(const std::string& name_space = "ns") { return {env_, dir_ / "root", name_space, 600}; }
+
+  FaultyEnv env_;
+  TempDir dir_;
+};
+
+TEST_F(DirectoryTest, WritesUnderItsOwnNameAndCounts) {
+  auto directory = open();
+  ASSERT_TRUE(directory.prepare().is_ok());
+  const auto blocks = chain(2, 4);
+  ASSERT_TRUE(write(directory, blocks[0], 1000).is_ok());
+  ASSERT_TRUE(write(directory, blocks[1], 500).is_ok());
+  EXPECT_EQ(directory.used(), 1500u);
+  const std::string path = directory.path_of(name_of(blocks[0]));
+  EXPECT_EQ(path, dir_ / "root/v1/ns/" + blocks[0].key.hex().substr(0, 2) + "/" + layout::file_name(name_of(blocks[0])));
+  EXPECT_EQ(fs::file_size(path), 1000u);
+  EXPECT_EQ(dir_.files().size(), 2u);
+  ASSERT_TRUE(directory.remove(name_of(blocks[0]), 1000).is_ok());
+  EXPECT_FALSE(fs::exists(path));
+  EXPECT_EQ(directory.used(), 500u);
+  EXPECT_TRUE(directory.remove(name_of(blocks[0]), 1000).is_ok());
+}
+
+TEST_F(DirectoryTest, AFailedWriteLeavesNothing) {
+  auto directory = open();
+  ASSERT_TRUE(directory.prepare().is_ok());
+  const auto blocks = chain(1, 4);
+  env_.write_error = ENOSPC;
+  EXPECT_EQ(write(directory, blocks[0], 100).error_number(), ENOSPC);
+  env_.write_error = 0;
+  env_.rename_error = EIO;
+  EXPECT_EQ(write(directory, blocks[0], 100).error_number(), EIO);
+  EXPECT_TRUE(dir_.files().empty());
+  EXPECT_EQ(directory.used(), 0u);
+}
+
+TEST_F(DirectoryTest, MakesTheTreeAgainWhenItWasRemoved) {
+  auto directory = open();
+  ASSERT_TRUE(directory.prepare().is_ok());
+  fs::remove_all(dir_ / "root");
+  EXPECT_TRUE(write(directory, chain(1, 4)[0], 100).is_ok());
+  EXPECT_EQ(dir_.files().size(), 1u);
+}
+
+TEST_F(DirectoryTest, ScanFindsPartsByNameAloneAndCountsTheRest) {
+  const auto blocks = chain(2, 4);
+  {
+    auto directory = open();
+    ASSERT_TRUE(directory.prepare().is_ok());
+    ASSERT_TRUE(write(directory, blocks[0], 100).is_ok());
+    ASSERT_TRUE(write(directory, blocks[1], 200).is_ok());
+    auto other = open("other");
+    ASSERT_TRUE(other.prepare().is_ok());
+    ASSERT_TRUE(write(other, blocks[0], 1000).is_ok());
+  }
+  auto directory = open();
+  // In the wrong folder, or of a name that is none: not ours to serve, but counted.
+  const fs::path folder = fs::path(directory.path_of(name_of(blocks[0]))).parent_path();
+  const fs::path wrong = dir_.path() / "root/v1/ns/zz";
+  fs::create_directories(wrong);
+  fs::copy_file(directory.path_of(name_of(blocks[1])), wrong / layout::file_name(name_of(blocks[1])));
+  write_file(folder / "notes.txt", "12345");
+  fs::create_symlink(directory.path_of(name_of(blocks[1])), folder / ("0" + layout::file_name(name_of(blocks[1])).substr(1)));
+
+  ASSERT_TRUE(directory.prepare().is_ok());
+  const auto found = directory.scan();
+  ASSERT_EQ(found.size(), 2u);
+  EXPECT_EQ(found[0].bytes + found[1].bytes, 300u);
+  EXPECT_EQ(env_.opens, 0);
+  EXPECT_EQ(directory.used(), 100u + 200 + 1000 + 200 + 5);
+}
+
+TEST_F(DirectoryTest, EvictsOtherFilesOldestFirst) {
+  auto other = open("other");
+  ASSERT_TRUE(other.prepare().is_ok());
+  const auto blocks = chain(3, 4);
+  for (const auto& block : blocks) ASSERT_TRUE(write(other, block, 100).is_ok());
+  const auto now = fs::file_time_type::clock::now();
+  for (int i = 0; i < 3; ++i) {
+    fs::last_write_time(other.path_of(name_of(blocks[static_cast<std::size_t>(i)])), now - std::chrono::hours((i + 1) % 3));
+  }
+  auto directory = open();
+  ASSERT_TRUE(directory.prepare().is_ok());
+  EXPECT_TRUE(directory.scan().empty());
+  for (const std::size_t oldest : {1u, 0u, 2u}) {
+    ASSERT_TRUE(fs::exists(other.path_of(name_of(blocks[oldest]))));
+    EXPECT_TRUE(directory.evict_foreign());
+    EXPECT_FALSE(fs::exists(other.path_of(name_of(blocks[oldest])))) << oldest;
+  }
+  EXPECT_FALSE(directory.evict_foreign());
+  EXPECT_EQ(directory.used(), 0u);
+}
+
+TEST_F(DirectoryTest, RemovesTemporaryFilesThatAreOldEnough) {
+  auto directory = open();
+  ASSERT_TRUE(directory.prepare().is_ok());
+  fs::create_directories(dir_ / "root/v1/ns/ab");
+  write_file(dir_ / "root/v1/ns/ab/.tmp-1-1", "abandoned");
+  EXPECT_TRUE(directory.scan().empty());
+  EXPECT_EQ(directory.used(), 9u);
+  env_.clock_offset = 599;
+  open().scan();
+  EXPECT_EQ(dir_.files().size(), 1u);
+  env_.clock_offset = 602;
+  auto later = open();
+  later.scan();
+  EXPECT_TRUE(dir_.files().empty());
+  EXPECT_EQ(later.used(), 0u);
+}
+
+TEST_F(DirectoryTest, PrepareChecksEveryLevel) {
+  ASSERT_TRUE(open().prepare().is_ok());
+  for (const char* level : {"root", "root/v1", "root/v1/ns"}) {
+    fs::permissions(dir_ / level, fs::perms::all);
+    EXPECT_EQ(open().prepare().error_number(), EPERM) << level;
+    fs::permissions(dir_ / level, fs::perms::owner_all);
+  }
+  EXPECT_TRUE(open().prepare().is_ok());
+}
+
+}  // namespace
+}  // namespace prefixcache::store

@@ -1,0 +1,167 @@
+#include "store/writer.h"
+
+#include <atomic>
+#include <cerrno>
+
+#include <gtest/gtest.h>
+
+namespace prefixcache::store {
+namespace {
+
+using std::chrono::steady_clock;
+
+// Jobs are told apart by their size.
+Writer::Job job(std::uint64_t number) {
+  auto image = std::make_shared<Image>();
+  image->data_bytes = number;
+  return image;
+}
+
+// What a writer wrote; it waits while the gate is shut.
+class Sink {
+ public:
+  Status operator()(const Writer::Job& job) {
+    std::unique_lock lock(mutex_);
+    ++begun_;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return open_; });
+    written_.push_back(job->data_bytes);
+    return answer_;
+  }
+  std::function<Status(const Writer::Job&)> function() {
+    return [this](const auto& job) { return (*this)(job); };
+  }
+  void shut() {
+    std::lock_guard lock(mutex_);
+    open_ = false;
+  }
+  void open() {
+    std::lock_guard lock(mutex_);
+    open_ = true;
+    changed_.notify_all();
+  }
+  void wait_until_begun(int count) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return begun_ >= count; });
+  }
+  void answer(Status status) {
+    std::lock_guard lock(mutex_);
+    answer_ = std::move(status);
+  }
+  std::vector<std::uint64_t> written() {
+    std::lock_guard lock(mutex_);
+    return written_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool open_ = true;
+  int begun_ = 0;
+  Status answer_;
+  std::vector<std::uint64_t> written_;
+};
+
+void push(Writer& writer, std::uint64_t number, std::uint64_t bytes = 10) {
+  ASSERT_TRUE(writer.reserve(bytes, 10));
+  writer.push(job(number), bytes);
+}
+
+TEST(Writer, WritesInOrderAndFlushWaits) {
+  Sink sink;
+  Writer writer(1000, sink.function());
+  for (std::uint64_t i = 1; i <= 20; ++i) push(writer, i);
+  EXPECT_TRUE(writer.flush().is_ok());
+  const auto written = sink.written();
+  ASSERT_EQ(written.size(), 20u);
+  for (std::uint64_t i = 0; i < 20; ++i) EXPECT_EQ(written[i], i + 1);
+  EXPECT_EQ(writer.queued_bytes(), 0u);
+  EXPECT_TRUE(writer.flush().is_ok());
+}
+
+TEST(Writer, TheBoundHoldsWhileJobsWait) {
+  Sink sink;
+  sink.shut();
+  Writer writer(100, sink.function());
+  push(writer, 1, 60);
+  EXPECT_FALSE(writer.reserve(101, 10)) << "can never fit: no reason to wait";
+  EXPECT_FALSE(writer.reserve(41, 0.01));
+  EXPECT_TRUE(writer.reserve(40, 0));
+  writer.cancel(40);
+  EXPECT_EQ(writer.queued_bytes(), 60u);
+  sink.open();
+  EXPECT_TRUE(writer.reserve(100, 10)) << "room comes when the job is done";
+  writer.cancel(100);
+}
+
+TEST(Writer, AFailureIsToldOnceByFlush) {
+  Sink sink;
+  Writer writer(1000, sink.function());
+  sink.answer({StatusCode::IOError, "first", ENOSPC});
+  push(writer, 1);
+  EXPECT_EQ(writer.flush().message(), "first");
+  EXPECT_TRUE(writer.flush().is_ok());
+  sink.answer({StatusCode::IOError, "second", EIO});
+  push(writer, 2);
+  push(writer, 3);
+  EXPECT_EQ(writer.flush().error_number(), EIO);
+}
+
+TEST(Writer, WaitOneReturnsWhenAJobIsDone) {
+  Sink sink;
+  Writer writer(1000, sink.function());
+  EXPECT_FALSE(writer.wait_one(steady_clock::now() + std::chrono::hours(1))) << "nothing is queued";
+  sink.shut();
+  push(writer, 1);
+  push(writer, 2);
+  EXPECT_FALSE(writer.wait_one(steady_clock::now() + std::chrono::milliseconds(20)));
+  sink.open();
+  EXPECT_TRUE(writer.wait_one(steady_clock::now() + std::chrono::hours(1)) || sink.written().size() == 2);
+}
+
+TEST(Writer, StandsBackWhileCallersCopyUntilSomebodyWaits) {
+  Sink sink;
+  Writer writer(1000, sink.function());
+  writer.copying_begins();
+  push(writer, 1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  EXPECT_TRUE(sink.written().empty());
+  EXPECT_TRUE(writer.flush().is_ok());
+  EXPECT_EQ(sink.written().size(), 1u);
+  push(writer, 2, 600);  // more than half full
+  sink.wait_until_begun(2);
+  push(writer, 3);
+  writer.copying_ends();
+  sink.wait_until_begun(3);
+}
+
+TEST(Writer, StopWritesWhatIsQueuedAndRefusesMore) {
+  Sink sink;
+  {
+    Writer writer(1000, sink.function());
+    for (std::uint64_t i = 1; i <= 5; ++i) push(writer, i);
+    writer.stop();
+    EXPECT_EQ(sink.written().size(), 5u);
+    EXPECT_FALSE(writer.reserve(1, 10));
+    writer.stop();
+  }
+  EXPECT_EQ(sink.written().size(), 5u);
+}
+
+TEST(Writer, StopEndsTheWaitForRoom) {
+  Sink sink;
+  sink.shut();
+  Writer writer(100, sink.function());
+  push(writer, 1, 100);
+  sink.wait_until_begun(1);
+  std::atomic<bool> got{true};
+  std::thread caller([&] { got = writer.reserve(50, 3600); });
+  std::thread stopper([&] { writer.stop(); });
+  caller.join();
+  EXPECT_FALSE(got);
+  sink.open();
+  stopper.join();
+}
+
+}  // namespace
+}  // namespace prefixcache::store
