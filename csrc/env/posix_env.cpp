@@ -78,6 +78,7 @@ class PosixFile : public ReadableFile {
     if (offset > mapping_.size() || out.size() > mapping_.size() - offset) {
       return {StatusCode::IOError, "unexpected end of " + path_, EIO};
     }
+    if (out.empty()) return Status::ok();
     const std::uint8_t* source = mapping_.data() + offset;
     if (!gather::run_guarded(mapping_, [&] { std::memcpy(out.data(), source, out.size()); })) {
       return {StatusCode::IOError, "file shrank or failed while it was read: " + path_, EIO};
