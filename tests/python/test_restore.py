@@ -173,6 +173,33 @@ def test_nothing_is_reallocated_by_the_next_chunk(kind: str, cached: int, rest: 
         assert waste <= min(len(tokens), 2048) + 2 * STEP
 
 
+@pytest.mark.parametrize("ram", ["64MB", 0])
+def test_the_next_token_copies_no_prefix(tmp_path: Path, ram: Any) -> None:
+    """An append writes in place only into a buffer that nobody else holds; and a restore needs no second buffer."""
+    tokens = [i % 1000 for i in range(8000)]
+    with open_cache(tmp_path / "cache", ram=ram, block_size=256) as cache:
+        cache.store(tokens, filled(tokens))
+        cache.flush()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        hit = cache.fetch([*tokens, 1])
+        result = sum(array.nbytes for array in all_arrays(hit.caches))
+        assert result <= mx.get_peak_memory() - before <= 1.05 * result
+        layer_bytes = hit.caches[0].keys.nbytes
+
+        def append() -> int:
+            mx.reset_peak_memory()
+            before = mx.get_active_memory()
+            extend(hit.caches, [1])
+            return mx.get_peak_memory() - before
+
+        assert append() < layer_bytes // 100
+        # The measure notices a copy: a view that is kept makes the next append one.
+        view = hit.caches[0].keys[..., :10, :]
+        mx.eval(view)
+        assert append() >= layer_bytes
+
+
 @pytest.mark.parametrize("kind", ["kv", "quantized", "concatenate"])
 def test_rows_for_a_batch_have_no_room(kind: str) -> None:
     tokens = list(range(40))
