@@ -197,14 +197,17 @@ class Demo:
     def __init__(self, options: argparse.Namespace, console: Console, bar: Progress) -> None:
         self._options, self._console, self._bar = options, console, bar
         self._fast = smollm2.has_fast_blas()
-        rooms, block_size, max_tokens = (20, 256, 24) if self._fast else (0, 16, 5)
+        rooms, block_size, max_tokens = (20, 256, 20) if self._fast else (0, 16, 5)
         rooms = rooms if options.rooms is None else options.rooms
         self.plan = Plan(rooms, block_size, options.max_tokens or max_tokens)
         self.turns: list[Turn] = []
         self._task = bar.add_task("", total=None)
 
     def run(self, directory: str) -> list[Turn]:
-        folder = smollm2.prepare(self._options.model_dir, say=self._say)
+        try:
+            folder = smollm2.prepare(self._options.model_dir, say=self._say)
+        except (RuntimeError, ValueError) as error:
+            raise SystemExit(f"demo: {error}") from None
         if not self._fast:
             self._console.print(
                 "[yellow]This machine multiplies matrices with MLX's slow reference BLAS, so the prompt is short. "
@@ -346,7 +349,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache-dir", help="keep the cache here (default: a temporary directory)")
     parser.add_argument("--model-dir", help="the prepared model (default: .cache/smollm2 of the project)")
     parser.add_argument("--turns", type=int, default=3, choices=range(1, len(QUESTIONS) + 1))
-    parser.add_argument("--max-tokens", type=int, help="tokens of each answer (default: 24, less on a slow machine)")
+    parser.add_argument("--max-tokens", type=int, help="tokens of each answer (default: 20, less on a slow machine)")
     parser.add_argument("--rooms", type=int, help="length of the system prompt, about 30 tokens a room (default: 20)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
     parser.add_argument("--replay", action="store_true", help=argparse.SUPPRESS)

@@ -215,8 +215,9 @@ class _Recording:
 
     def _standing(self) -> int:
         """How many tokens the caches have taken in, by their own count where they keep one."""
-        offsets = [cache.offset for cache in self._caches if isinstance(getattr(cache, "offset", None), int)]
-        return min(offsets[0], len(self._tokens)) if offsets else len(self._tokens)
+        offsets = (getattr(cache, "offset", None) for cache in self._caches)
+        known = len(self._tokens)
+        return min(next((offset for offset in offsets if isinstance(offset, int)), known), known)
 
     def _advance(self, n: int) -> None:
         if self._plain and not self._source.is_plain(n):

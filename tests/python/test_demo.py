@@ -106,6 +106,12 @@ def test_bad_options_are_refused(arguments: list[str], capsys: pytest.CaptureFix
     assert arguments[0] in capsys.readouterr().err
 
 
+def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("mine")
+    with pytest.raises(SystemExit, match=f"demo: {tmp_path} exists and is no complete SmolLM2 folder"):
+        demo.main(["--model-dir", str(tmp_path)])
+
+
 def test_the_quickstart_runs(smollm2_folder: Path, tmp_path: Path) -> None:
     done = run("quickstart.py", str(tmp_path))
     assert done.returncode == 0, done.stderr
