@@ -55,6 +55,7 @@ class PrefixCache:
         self._prototypes = list(prototypes)
         self._spare_rows = _spare_rows(self._prototypes)
         self._block_size = block_size
+        self._closed = False
         self._lock = threading.Lock()
         self._chains: deque[KeyChain] = deque(maxlen=_REMEMBERED_CHAINS)
         self._counts = Counter(dict.fromkeys(_COUNTERS, 0))
@@ -142,7 +143,9 @@ class PrefixCache:
         chain = self._chain(tokens, salt, extra_keys, kv_format)
         total = len(chain.tokens)
         restored = Restored(0, None, "too_short" if total < 2 else "unsupported_type")
-        if total >= 2 and self._spare_rows is not None:
+        if self._closed:
+            restored = Restored(0, None, "closed")
+        elif total >= 2 and self._spare_rows is not None:
             room = min(total, _PREFILL_STEP) + _DECODE_ROOM if spare is None else spare
             restored = restore(self._store, chain, self._prototypes, total - 1, room if self._spare_rows else 0)
         hit = Hit(
@@ -222,6 +225,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Writes what waits and stops. Every later fetch is a miss. Safe to call twice."""
+        self._closed = True
         self._store.close()
 
     def __enter__(self) -> PrefixCache:
