@@ -150,3 +150,9 @@ class TestReasons:
             assert cache.fetch(TOKENS).reason == "structure_mismatch"
         with open_cache(tmp_path / "cache", caches=[RotatingKVCache(max_size=8)]) as cache:
             assert cache.fetch(TOKENS).reason == "unsupported_type"
+
+    def test_closed(self, tmp_path: Path) -> None:
+        cache = open_cache(tmp_path / "cache")
+        cache.store(TOKENS, filled(TOKENS))
+        cache.close()
+        self.expect(cache, TOKENS, "closed", 0)
