@@ -78,10 +78,10 @@ void Directory::scan_file(const std::string& folder, const DirEntry& file, bool 
   }
 }
 
-Status Directory::write(const layout::NameInfo& name, std::span<const std::span<const std::uint8_t>> pieces) {
+Status Directory::write(const layout::NameInfo& name, std::span<const std::span<const std::uint8_t>> pieces,
+                        std::string& temp) {
   const std::string folder = folder_of(name.key);
-  const std::string temp =
-      folder + "/" + std::string(kTempPrefix) + std::to_string(::getpid()) + "-" + std::to_string(++temp_counter_);
+  temp = folder + "/" + std::string(kTempPrefix) + std::to_string(::getpid()) + "-" + std::to_string(++temp_counter_);
   Status status = env_.write_new(temp, pieces);
   if (status.code() == StatusCode::NotFound) {
     // First block in this folder, or somebody removed the tree.
@@ -89,23 +89,32 @@ Status Directory::write(const layout::NameInfo& name, std::span<const std::span<
     if (status.is_ok()) status = env_.check_private(own_);
     if (status.is_ok()) status = env_.write_new(temp, pieces);
   }
-  if (!status.is_ok()) return status;
-  status = env_.rename(temp, path_of(name));
-  if (!status.is_ok()) {
+  return status;
+}
+
+Status Directory::publish(const std::string& temp, const layout::NameInfo& name, std::uint64_t bytes) {
+  Status status = env_.rename(temp, path_of(name));
+  if (status.is_ok()) {
+    used_ += bytes;
+  } else {
     env_.remove(temp);
-    return status;
   }
-  for (const auto& piece : pieces) used_ += piece.size();
-  return Status::ok();
+  return status;
 }
 
 Status Directory::remove(const layout::NameInfo& name, std::uint64_t bytes) {
   Status status = env_.remove(path_of(name));
   if (status.is_ok() || status.code() == StatusCode::NotFound) {
-    used_ -= std::min(bytes, used_.load());
+    count_less(bytes);
     return Status::ok();
   }
   return status;
+}
+
+void Directory::count_less(std::uint64_t bytes) {
+  std::uint64_t used = used_.load();
+  while (!used_.compare_exchange_weak(used, used - std::min(bytes, used))) {
+  }
 }
 
 bool Directory::evict_foreign() {
@@ -117,7 +126,7 @@ bool Directory::evict_foreign() {
     foreign_.pop_back();
   }
   env_.remove(victim.path);
-  used_ -= std::min(victim.bytes, used_.load());
+  count_less(victim.bytes);
   return true;
 }
 

@@ -35,13 +35,16 @@ class Directory {
   std::vector<FoundPart> scan();
 
   std::string path_of(const layout::NameInfo& name) const;
-  // Writes a part under a temporary name, then gives it its own.
-  Status write(const layout::NameInfo& name, std::span<const std::span<const std::uint8_t>> pieces);
+  // Writes a part under a temporary name: `temp`.
+  Status write(const layout::NameInfo& name, std::span<const std::span<const std::uint8_t>> pieces, std::string& temp);
+  // Gives it its own name. On failure nothing of it stays.
+  Status publish(const std::string& temp, const layout::NameInfo& name, std::uint64_t bytes);
   Status remove(const layout::NameInfo& name, std::uint64_t bytes);
 
   // Bytes below the root: this namespace and all others, as far as this process knows.
   std::uint64_t used() const { return used_.load(); }
   void add_found(std::uint64_t bytes) { used_ += bytes; }
+  void count_less(std::uint64_t bytes);
   // Removes the oldest file of another namespace; false if there is none left.
   bool evict_foreign();
 

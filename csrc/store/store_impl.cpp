@@ -118,6 +118,17 @@ void StoreImpl::drop(PartRecord& record, std::vector<FileToRemove>& files) {
 Status StoreImpl::remove_files(const std::vector<FileToRemove>& files) {
   Status first;
   for (const auto& file : files) {
+    std::lock_guard names_lock(names_mutex_);
+    bool written_anew = false;
+    {
+      Lock lock(mutex_);
+      const PartRecord* record = index_.find(file.name.key, file.name.part);
+      written_anew = record != nullptr && record->on_disk;
+    }
+    if (written_anew) {
+      directory_->count_less(file.bytes);
+      continue;
+    }
     Status status = directory_->remove(file.name, file.bytes);
     if (!status.is_ok() && first.is_ok()) first = std::move(status);
   }
@@ -135,9 +146,13 @@ void StoreImpl::forget(const Key& key, Part part, const Status& why) {
   {
     Lock lock(mutex_);
     PartRecord* record = index_.find(key, part);
-    if (record == nullptr) return;
+    // Rows in RAM were put after the read that failed.
+    if (record == nullptr || record->image != nullptr) return;
     // What could not be read may be there again later: only its place in the index goes.
-    if (why.code() == StatusCode::IOError && !changed_on_disk(*record)) record->on_disk = false;
+    if (why.code() == StatusCode::IOError && record->on_disk && !changed_on_disk(*record)) {
+      record->on_disk = false;
+      directory_->count_less(record->file_bytes);
+    }
     ++(why.code() == StatusCode::NotFound ? stats_.lost_parts : stats_.corrupt_parts);
     stats_.last_error = why.message();
     drop(*record, files);

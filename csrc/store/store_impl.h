@@ -57,16 +57,20 @@ class StoreImpl : public BlockStore {
 
   // put
   bool already_there(const PutRequest& request);
-  std::shared_ptr<Buffer> acquire_buffer(std::uint64_t bytes);
-  bool evict_one_from_ram();
+  std::shared_ptr<Buffer> acquire_buffer(const Image& image);
+  // What leaves this tier to make room for `newcomer`: the deepest block of the oldest chain. Null if only the chain
+  // that it continues is left, or if that chain is broken. With the mutex held.
+  PartRecord* victim_for(const layout::PartHeader& newcomer, const std::list<PartRecord*>& order);
+  bool evict_one_from_ram(const layout::PartHeader& newcomer);
   bool insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool to_disk);
   bool contained_in_sibling(const PutRequest& request) const;
   void supersede_siblings(const PutRequest& request, std::vector<FileToRemove>& files);
   // on the writer's thread
   Status write_image(const std::shared_ptr<Image>& image);
-  Status write_file(Image& image, std::uint64_t& file_bytes);
-  Status make_disk_room(std::uint64_t bytes);
-  void finish_write(const std::shared_ptr<Image>& image, const Status& status, std::uint64_t file_bytes);
+  Status write_file(Image& image, std::string& temp, std::uint64_t& file_bytes);
+  Status make_disk_room(const layout::PartHeader& newcomer, std::uint64_t bytes);
+  std::vector<FileToRemove> finish_write(const std::shared_ptr<Image>& image, const Status& status,
+                                         std::uint64_t file_bytes);
 
   // lookup
   bool find_on_disk(const Key& key, const Key& parent, std::int64_t depth, Part part);
@@ -81,7 +85,7 @@ class StoreImpl : public BlockStore {
 
   // Takes a record out of the index; its file, if it has one, is appended to `files` for remove_files().
   void drop(PartRecord& record, std::vector<FileToRemove>& files);
-  // Without the mutex held.
+  // Without the mutexes held. A file that was written anew meanwhile stays.
   Status remove_files(const std::vector<FileToRemove>& files);
 
   static layout::NameInfo name_of(const PartRecord& record);
@@ -92,6 +96,8 @@ class StoreImpl : public BlockStore {
   std::shared_ptr<BufferPool> queue_pool_;  // images that the RAM tier has no place for, until they are written
   gather::ThreadPool threads_;
   std::unique_ptr<Directory> directory_;  // null without an SSD tier
+  // Held while a file gets its name and the index hears of it, or while it loses its name. Taken before mutex_.
+  std::mutex names_mutex_;
   mutable std::mutex mutex_;
   Index index_;
   StoreStats stats_;

@@ -154,13 +154,13 @@ Status StoreImpl::put(const PutRequest& request, std::uint64_t* added) {
   };
   if (to_disk && !writer_->reserve(cost, options_.put_wait_seconds)) return full("the write queue is full");
   Reservation reservation{to_disk ? writer_.get() : nullptr, cost};
-  image->buffer = acquire_buffer(image->data_bytes);
+  image->buffer = acquire_buffer(*image);
   if (image->buffer == nullptr) return full("no memory for a part of " + std::to_string(image->data_bytes) + " bytes");
   {
     const Copying copying(writer_.get());
     copy_rows(request, *image, threads_);
   }
-  if (!insert(request, image, to_disk)) return Status::ok();
+  if (!insert(request, image, to_disk)) return closed_ ? Status{StatusCode::Closed, "the store is closed"} : Status::ok();
   reservation.release();
   if (to_disk) writer_->push(image, cost);
   if (added != nullptr) *added = image->data_bytes;
@@ -212,30 +212,52 @@ void StoreImpl::supersede_siblings(const PutRequest& request, std::vector<FileTo
   }
 }
 
-std::shared_ptr<Buffer> StoreImpl::acquire_buffer(std::uint64_t bytes) {
+std::shared_ptr<Buffer> StoreImpl::acquire_buffer(const Image& image) {
+  const std::uint64_t bytes = image.data_bytes;
   const bool fits = BufferPool::rounded(bytes) <= pool_->limit();
   if (!fits) return writer_ ? queue_pool_->acquire(bytes) : nullptr;
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(options_.put_wait_seconds);
   for (;;) {
     if (auto buffer = pool_->acquire(bytes)) return buffer;
-    if (evict_one_from_ram()) continue;
+    if (evict_one_from_ram(image.header)) continue;
     const auto deadline = std::chrono::time_point_cast<std::chrono::steady_clock::duration>(until);
     if (writer_ == nullptr || !writer_->wait_one(deadline)) return nullptr;
   }
 }
 
-bool StoreImpl::evict_one_from_ram() {
+PartRecord* StoreImpl::victim_for(const layout::PartHeader& newcomer, const std::list<PartRecord*>& order) {
+  // Nobody would find the newcomer without the blocks before it, so they stay.
+  PartRecord* parent = index_.find(newcomer.parent, newcomer.part);
+  const bool begins_chain = newcomer.depth == static_cast<std::int64_t>(newcomer.tokens.size());
+  if (parent == nullptr && !begins_chain && newcomer.part == Part::kv) return nullptr;
+  const auto oldest = [&]() -> PartRecord* {
+    const auto found = std::find_if(order.rbegin(), order.rend(), [](const auto* record) { return !record->waiting; });
+    return found == order.rend() ? nullptr : *found;
+  };
+  PartRecord* victim = oldest();
+  if (victim != nullptr && victim == parent) {
+    index_.touch(*parent);
+    victim = oldest();
+  }
+  return victim == parent ? nullptr : victim;
+}
+
+bool StoreImpl::evict_one_from_ram(const layout::PartHeader& newcomer) {
   // Its memory goes back to the pool when the last gather that reads it ends.
-  std::shared_ptr<Image> victim;
+  std::shared_ptr<Image> image;
   Lock lock(mutex_);
   const auto& order = index_.ram_order();
-  const auto found = std::find_if(order.rbegin(), order.rend(), [](const auto* record) { return !record->waiting; });
-  if (found == order.rend()) return false;
-  PartRecord& record = **found;
+  PartRecord* victim = victim_for(newcomer, order);
+  if (victim == nullptr) {
+    // What is on the disk too may leave the RAM whoever needs it.
+    const auto found = std::find_if(order.rbegin(), order.rend(), [](const auto* r) { return !r->waiting && r->on_disk; });
+    if (found == order.rend()) return false;
+    victim = *found;
+  }
   ++stats_.evicted_ram_parts;
-  victim = std::move(record.image);
-  index_.remove_from_ram(record);
-  if (!record.on_disk) index_.remove(record);
+  image = std::move(victim->image);
+  index_.remove_from_ram(*victim);
+  if (!victim->on_disk) index_.remove(*victim);
   lock.unlock();
   return true;
 }
@@ -277,74 +299,89 @@ Status StoreImpl::write_image(const std::shared_ptr<Image>& image) {
     if (record == nullptr || record->image != image) return Status::ok();
   }
   Status status;
+  std::string temp;
   std::uint64_t file_bytes = 0;
   try {
-    status = write_file(*image, file_bytes);
+    status = write_file(*image, temp, file_bytes);
   } catch (const std::bad_alloc& e) {
     // On this thread it would end the process.
     status = {StatusCode::IOError, std::string("no memory to write a part: ") + e.what(), ENOMEM};
   }
-  finish_write(image, status, file_bytes);
+  std::vector<FileToRemove> files;
+  {
+    std::lock_guard names_lock(names_mutex_);
+    const auto& header = image->header;
+    const layout::NameInfo name{header.key, layout::parent_prefix(header.parent), header.depth, header.part};
+    if (status.is_ok()) status = directory_->publish(temp, name, file_bytes);
+    files = finish_write(image, status, file_bytes);
+  }
+  remove_files(files);
   return status;
 }
 
-Status StoreImpl::write_file(Image& image, std::uint64_t& file_bytes) {
+Status StoreImpl::write_file(Image& image, std::string& temp, std::uint64_t& file_bytes) {
   const auto data = image.data();
   for (auto& tensor : image.header.tensors) tensor.digest = hash::xxh3_64(data.subspan(tensor.offset, tensor.nbytes));
   const std::string header = layout::encode_header(image.header);
   file_bytes = header.size() + data.size();
-  if (Status status = make_disk_room(file_bytes); !status.is_ok()) return status;
+  if (Status status = make_disk_room(image.header, file_bytes); !status.is_ok()) return status;
   const std::span<const std::uint8_t> pieces[] = {
       {reinterpret_cast<const std::uint8_t*>(header.data()), header.size()}, data};
   const auto& h = image.header;
-  return directory_->write({h.key, layout::parent_prefix(h.parent), h.depth, h.part}, pieces);
+  return directory_->write({h.key, layout::parent_prefix(h.parent), h.depth, h.part}, pieces, temp);
 }
 
-Status StoreImpl::make_disk_room(std::uint64_t bytes) {
+Status StoreImpl::make_disk_room(const layout::PartHeader& newcomer, std::uint64_t bytes) {
+  const Status full{StatusCode::Full, "a part of " + std::to_string(bytes) + " bytes at depth " +
+                                          std::to_string(newcomer.depth) + " does not fit below disk_bytes " +
+                                          std::to_string(options_.disk_bytes)};
+  if (bytes > options_.disk_bytes) return full;
   while (directory_->used() + bytes > options_.disk_bytes) {
     if (directory_->evict_foreign()) continue;
     std::vector<FileToRemove> files;
     {
       Lock lock(mutex_);
-      if (index_.disk_order().empty() || bytes > options_.disk_bytes) {
-        return {StatusCode::Full, "a part of " + std::to_string(bytes) + " bytes does not fit below disk_bytes " +
-                                      std::to_string(options_.disk_bytes)};
-      }
-      PartRecord& victim = *index_.disk_order().back();
+      PartRecord* victim = victim_for(newcomer, index_.disk_order());
+      if (victim == nullptr) return full;
       ++stats_.evicted_disk_parts;
-      files.push_back({name_of(victim), victim.file_bytes});
-      victim.on_disk = false;
-      victim.file.reset();
-      index_.remove_from_disk(victim);
-      if (victim.image == nullptr) index_.remove(victim);
+      files.push_back({name_of(*victim), victim->file_bytes});
+      victim->on_disk = false;
+      victim->file.reset();
+      index_.remove_from_disk(*victim);
+      if (victim->image == nullptr) index_.remove(*victim);
     }
     if (Status status = remove_files(files); !status.is_ok()) return status;
   }
   return Status::ok();
 }
 
-void StoreImpl::finish_write(const std::shared_ptr<Image>& image, const Status& status, std::uint64_t file_bytes) {
+std::vector<StoreImpl::FileToRemove> StoreImpl::finish_write(const std::shared_ptr<Image>& image, const Status& status,
+                                                             std::uint64_t file_bytes) {
   std::vector<FileToRemove> files;
   {
     Lock lock(mutex_);
     const auto& header = image->header;
     PartRecord* record = index_.find(header.key, header.part);
     const bool wanted = record != nullptr && record->image == image;
-    stats_.degraded = !status.is_ok();
     if (status.is_ok()) {
+      stats_.degraded = false;
       ++stats_.written_parts;
       stats_.written_bytes += file_bytes;
     } else {
+      // A bound that was reached is no fault of the disk.
+      if (status.code() != StatusCode::Full) stats_.degraded = true;
       ++stats_.write_errors;
       stats_.last_error = status.message();
     }
-    if (status.is_ok() && record == nullptr) {
-      // Erased while it was being written.
+    if (status.is_ok() && !wanted) {
+      // Erased while it was being written. If it was put again meanwhile, that write is still to come.
       files.push_back({{header.key, layout::parent_prefix(header.parent), header.depth, header.part}, file_bytes});
     }
     if (wanted) {
       record->waiting = false;
       if (status.is_ok()) {
+        // A narrower part that it took the place of.
+        if (record->on_disk) directory_->count_less(record->file_bytes);
         record->on_disk = true;
         record->file_bytes = file_bytes;
         index_.add_to_disk(*record);
@@ -353,7 +390,7 @@ void StoreImpl::finish_write(const std::shared_ptr<Image>& image, const Status& 
       if (!record->image && !record->on_disk) index_.remove(*record);
     }
   }
-  remove_files(files);
+  return files;
 }
 
 }  // namespace prefixcache::store
