@@ -101,10 +101,12 @@ Gathered StoreImpl::gather(const GatherRequest& request) {
     result.good = block;
     return std::move(result);
   };
+  // All that failed, not only the first: a later store must not take the others for stored.
+  for (std::size_t i = found.size(); i-- > 0;) {
+    if (!found[i].is_ok()) forget(request.keys[i], request.part, found[i]);
+  }
   for (std::size_t i = 0; i < found.size(); ++i) {
-    if (found[i].is_ok()) continue;
-    forget(request.keys[i], request.part, found[i]);
-    return fail(i, found[i]);
+    if (!found[i].is_ok()) return fail(i, found[i]);
   }
   GatherPlan plan;
   std::size_t bad_block = 0;

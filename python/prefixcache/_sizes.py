@@ -11,7 +11,7 @@ def parse_size(size: int | str, what: str = "size") -> int:
         number, unit = float(size), 1
         value = size
     else:
-        text = str(size).strip().upper()
+        text = size.strip().upper() if isinstance(size, str) else ""
         digits = text.rstrip("BKMGT")
         unit = _UNITS.get(text[len(digits) :].strip() or "B", 0)
         try:

@@ -40,6 +40,7 @@ _TROUBLE = ("damaged", "lost", "io_error", "no_memory", "structure_mismatch", "q
 
 # Requests in flight that may share the hashing of a prompt.
 _REMEMBERED_CHAINS = 8
+_MOST_SPARE = 1 << 30
 
 
 class PrefixCache:
@@ -55,6 +56,8 @@ class PrefixCache:
         self._prototypes = list(prototypes)
         self._spare_rows = _spare_rows(self._prototypes)
         self._block_size = block_size
+        # Blocks of another size under the same parent would pass for shorter or longer ones of this cache.
+        self._key_space = f"{namespace}/{block_size}"
         self._closed = False
         self._lock = threading.Lock()
         self._chains: deque[KeyChain] = deque(maxlen=_REMEMBERED_CHAINS)
@@ -140,6 +143,8 @@ class PrefixCache:
         A miss is a ``Hit`` that is false and holds fresh caches. ValueError or TypeError for bad tokens or salts.
         """
         started = time.perf_counter()
+        if spare is not None and (type(spare) is not int or not 0 <= spare <= _MOST_SPARE):
+            raise ValueError(f"spare is {spare!r}, expected rows, 0..{_MOST_SPARE}")
         chain = self._chain(tokens, salt, extra_keys, kv_format)
         total = len(chain.tokens)
         restored = Restored(0, None, "too_short" if total < 2 else "unsupported_type")
@@ -175,9 +180,14 @@ class PrefixCache:
 
         ``hit``: what ``fetch`` returned for these tokens, or the list of live caches. The salts are those of the fetch.
         """
-        caches = hit.caches if isinstance(hit, Hit) else hit
-        start = hit.cached_tokens if isinstance(hit, Hit) else 0
-        return Recorder(self, self._chain(tokens, salt, extra_keys, kv_format), caches, start)
+        chain = self._chain(tokens, salt, extra_keys, kv_format, lend=False)
+        if not isinstance(hit, Hit):
+            return Recorder(self, chain, hit, 0)
+        if hit.chain is not None and hit.chain.tokens.common_prefix(chain.tokens) < hit.cached_tokens:
+            raise ValueError(f"the first {hit.cached_tokens} tokens are not those of the hit")
+        # Under other salts, or in another form, nothing of it is stored yet.
+        same = hit.chain is not None and hit.chain.root == chain.root
+        return Recorder(self, chain, hit.caches, hit.cached_tokens if same else 0)
 
     def store(
         self,
@@ -236,15 +246,24 @@ class PrefixCache:
     ) -> None:
         self.close()
 
-    def _chain(self, tokens: Any, salt: Salt, extra_keys: ContentKeys | None, kv_format: KvFormat | None) -> KeyChain:
+    def _chain(
+        self,
+        tokens: Any,
+        salt: Salt,
+        extra_keys: ContentKeys | None,
+        kv_format: KvFormat | None,
+        lend: bool = True,
+    ) -> KeyChain:
         """The keys of a request, hashed once: a chain of a recent request lends those of equal leading blocks."""
         buffer = tokens if isinstance(tokens, TokenBuffer) else TokenBuffer(tokens)
         with self._lock:
             recent = list(self._chains)
         nearest = max(recent, key=lambda chain: chain.tokens.common_prefix(buffer), default=None)
-        chain = key_chain(self._namespace, buffer, self._block_size, salt, extra_keys, kv_format, nearest)
-        with self._lock:
-            self._chains.append(chain)
+        chain = key_chain(self._key_space, buffer, self._block_size, salt, extra_keys, kv_format, nearest)
+        # A recorder's chain grows: no other thread may read it meanwhile.
+        if lend:
+            with self._lock:
+                self._chains.append(chain)
         return chain
 
     def _record(
