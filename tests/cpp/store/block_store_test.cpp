@@ -239,10 +239,19 @@ TEST_F(BlockStoreTest, FilesThatShrankGrewOrWereSwappedAreMisses) {
   damaged([](const auto& path, const auto&) { fs::resize_file(path, fs::file_size(path) + 1); });
   damaged([](const auto& path, const auto& other) { fs::copy_file(other, path, fs::copy_options::overwrite_existing); });
   damaged([](const auto& path, const auto&) { testing::write_file(path, "something else"); });
-  damaged([](const auto& path, const auto&) {
-    fs::remove(path);
-    fs::create_symlink("/etc/passwd", path);
-  });
+}
+
+TEST_F(BlockStoreTest, ALinkInTheFilesPlaceIsNotFollowed) {
+  const auto blocks = chain(2, 8);
+  prepare(blocks);
+  const auto store = open();
+  const fs::path path = file_of(blocks[1]);
+  fs::rename(path, dir_ / "elsewhere");
+  fs::create_symlink(dir_ / "elsewhere", path);
+  EXPECT_EQ(store->gather(request_for(blocks)).good, 1u);
+  EXPECT_EQ(found(*store, blocks), 1u);
+  EXPECT_TRUE(fs::exists(dir_ / "elsewhere"));
+  EXPECT_EQ(found(*open(), blocks), 1u);
 }
 
 TEST_F(BlockStoreTest, AFileThatIsGoneIsCountedAsLost) {

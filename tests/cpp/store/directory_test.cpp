@@ -28,7 +28,9 @@ class DirectoryTest : public ::testing::Test {
   Status write(Directory& directory, const Block& block, std::size_t size) {
     const std::vector<std::uint8_t> a(size / 2, 1), b(size - size / 2, 2);
     const std::span<const std::uint8_t> pieces[] = {a, b};
-    return directory.write(name_of(block), pieces);
+    std::string temp;
+    if (Status status = directory.write(name_of(block), pieces, temp); !status.is_ok()) return status;
+    return directory.publish(temp, name_of(block), size);
   }
   Directory open(const std::string& name_space = "ns") { return {env_, dir_ / "root", name_space, 600}; }
 

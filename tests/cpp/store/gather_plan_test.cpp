@@ -67,7 +67,7 @@ TEST_F(GatherPlanTest, BlocksOfAnySizeThatFollowEachOther) {
   EXPECT_EQ(plan_.bytes_of(2), 1u * 2 * 8);
   const auto results = plan_.take_results();
   ASSERT_EQ(results.size(), 1u);
-  EXPECT_TRUE(testing::contiguous_bytes(results[0].array) == testing::expected_bytes(kKeys, blocks, 2, 12, 3));
+  EXPECT_TRUE(testing::contiguous_bytes(results[0].array) == testing::expected_bytes(kKeys, blocks, 2, 12, 5));
 }
 
 TEST_F(GatherPlanTest, TheFirstBlockThatDoesNotFitIsNamed) {
@@ -129,20 +129,23 @@ TEST_F(GatherPlanTest, WholeArraysComeFromTheLastBlock) {
   EXPECT_NE(status.message().find("bias"), std::string::npos);
 }
 
-TEST_F(GatherPlanTest, NoMemoryIsFull) {
-  const SlotSpec wide{"keys", mlx::core::float32, {64, 0, 1 << 20}, 1};
-  auto image = std::make_shared<Image>();
-  layout::TensorInfo tensor;
-  tensor.name = wide.name;
-  tensor.shape = {64, 0, 1 << 20};
-  tensor.seq_axis = 1;
-  image->header.tensors = {tensor};
-  sources_.push_back({image, nullptr});
-  GatherRequest request;
-  request.keys = {testing::test_root()};
-  request.capacity = std::numeric_limits<mlx::core::ShapeElem>::max();
-  ASSERT_TRUE(make(request).is_ok());
-  EXPECT_EQ(plan_.allocate().code(), StatusCode::Full);
+TEST_F(GatherPlanTest, MoreThanMemoryOrAddressesHoldIsFull) {
+  // The second has more bytes than 64 bits count.
+  for (const mlx::core::Shape& shape : {mlx::core::Shape{64, 0, 1 << 20}, mlx::core::Shape{1 << 30, 0, 1 << 30}}) {
+    auto image = std::make_shared<Image>();
+    layout::TensorInfo tensor;
+    tensor.name = "keys";
+    tensor.shape = shape;
+    tensor.seq_axis = 1;
+    image->header.tensors = {tensor};
+    sources_ = {{image, nullptr}};
+    GatherRequest request;
+    request.keys = {testing::test_root()};
+    request.capacity = std::numeric_limits<mlx::core::ShapeElem>::max();
+    plan_ = {};
+    ASSERT_TRUE(make(request).is_ok());
+    EXPECT_EQ(plan_.allocate().code(), StatusCode::Full);
+  }
 }
 
 }  // namespace

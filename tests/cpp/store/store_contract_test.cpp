@@ -407,12 +407,13 @@ TEST_P(StoreContract, MisuseIsNamed) {
     }
   };
   using Slots = std::vector<SlotInput>;
-  refused("no name", [](auto&, Slots& s) { s[0].name.clear(); });
+  refused("occurs twice", [](auto&, Slots& s) { s.push_back(s[0]); });
   refused("at least one slot", [](auto&, Slots& s) { s.clear(); });
   refused("seq_axis 4", [](auto&, Slots& s) { s[0].seq_axis = 4; });
   refused("seq_axis -2", [](auto&, Slots& s) { s[0].seq_axis = -2; });
   refused("rows 1..5", [](auto&, Slots& s) { s[0].first_row = 1; });
-  refused("rows 0..4, asked for 0..3", [](PutRequest& r, Slots& s) { r.row_hi = 3, s[0].first_row = -1, r.row_lo = -1; });
+  refused("rows -1..4", [](PutRequest& r, auto&) { r.row_lo = -1; });
+  refused("rows -9..-5, asked for 0..4", [](auto&, Slots& s) { s[0].first_row = -9; });
   refused("dtype", [](auto&, Slots& s) { s[0].array = mx::zeros({1, 2, 4, 8}, mx::complex64); });
   refused("rows 0..5", [](PutRequest& r, Slots&) { r.row_hi = 5; });
   refused("rows 3..2", [](PutRequest& r, Slots&) { r.row_lo = 3, r.row_hi = 2; });
