@@ -24,7 +24,6 @@ struct Slots {
   std::vector<SlotInput> items;
 };
 
-
 Slots make_slots(const nb::list& items) {
   Slots slots;
   std::vector<mlx::core::array> pending;
@@ -33,6 +32,7 @@ Slots make_slots(const nb::list& items) {
     if (tuple.size() != 4) throw nb::value_error("a slot is (name, array, seq_axis or None, first_row)");
     SlotInput slot{nb::cast<std::string>(tuple[0]), nb::cast<mlx::core::array>(tuple[1]),
                    tuple[2].is_none() ? kNoSeqAxis : nb::cast<int>(tuple[2]), nb::cast<std::int64_t>(tuple[3])};
+    if (!tuple[2].is_none() && slot.seq_axis < 0) throw nb::value_error("a sequence axis must not be negative");
     if (!slot.array.is_available()) pending.push_back(slot.array);
     slots.items.push_back(std::move(slot));
   }
@@ -147,9 +147,10 @@ std::unique_ptr<BlockStore> open_store(const std::string& directory, const std::
   return BlockStore::open(options);
 }
 
-std::pair<Status, std::uint64_t> put(BlockStore& self, const nb::bytes& key, const nb::bytes& parent, std::int64_t depth,
-           const TokenBuffer& tokens, const Slots& slots, std::int64_t row_lo, std::int64_t row_hi,
-           std::string_view meta, Part part, const std::vector<ContentItem>& content) {
+std::pair<Status, std::uint64_t> put(BlockStore& self, const nb::bytes& key, const nb::bytes& parent,
+                                     std::int64_t depth, const TokenBuffer& tokens, const Slots& slots,
+                                     std::int64_t row_lo, std::int64_t row_hi, std::string_view meta, Part part,
+                                     const std::vector<ContentItem>& content) {
   PutRequest request;
   request.key = to_key(key, "key");
   request.parent = to_key(parent, "parent");
@@ -245,12 +246,14 @@ void init_block_store(nb::module_& m) {
                   "threads"_a = 0, "Opens or makes a store. ValueError names the option that is wrong.")
       .def("put", &put, "key"_a, "parent"_a, "depth"_a, "tokens"_a, "slots"_a, "row_lo"_a, "row_hi"_a, "meta"_a = "",
            "part"_a = Part::kv, "content"_a = std::vector<ContentItem>{},
-           "Copies rows [row_lo, row_hi) of every slot. Returns (OK, FULL or CLOSED; bytes copied, 0 if they were there).")
+           "Copies rows [row_lo, row_hi) of every slot. Returns OK, FULL or CLOSED, and the bytes copied: 0 for rows\n"
+           "that were there.")
       .def("presence", &presence, "keys"_a,
            nb::sig("def presence(self, keys: list[bytes]) -> list[dict[str, tuple[bool, bool, int, int]]]"),
            "For each key its parts: (in RAM, on disk, first row, row behind the last; -1 where not known yet).")
       .def("longest_prefix", &longest_prefix, "keys"_a, "root"_a, "block_size"_a, "part"_a = Part::kv,
-           nb::sig("def longest_prefix(self, keys: list[bytes], root: bytes, block_size: int, part: Part = ...) -> int"),
+           nb::sig("def longest_prefix(self, keys: list[bytes], root: bytes, block_size: int, "
+                   "part: Part = ...) -> int"),
            "Leading blocks of a chain that have the part.")
       .def("longest_child", &longest_child, "parent"_a, "start"_a, "tokens"_a, "content"_a, "part"_a = Part::kv,
            "The child of `parent` with the longest run of `tokens`: (key, depth, rows in common, its rows), or None.")

@@ -225,7 +225,8 @@ class BlockStore:
 
     def put(self, key: bytes, parent: bytes, depth: int, tokens: TokenBuffer, slots: Slots, row_lo: int, row_hi: int, meta: str = '', part: Part = Part.kv, content: Sequence[tuple[int, int, bytes]] = []) -> tuple[Status, int]:
         """
-        Copies rows [row_lo, row_hi) of every slot. Returns (OK, FULL or CLOSED; bytes copied, 0 if they were there).
+        Copies rows [row_lo, row_hi) of every slot. Returns OK, FULL or CLOSED, and the bytes copied: 0 for rows
+        that were there.
         """
 
     def presence(self, keys: list[bytes]) -> list[dict[str, tuple[bool, bool, int, int]]]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
-from prefixcache._core import BlockStore, KeyChain, TokenBuffer
+from prefixcache._core import BlockStore, KeyChain, Status, StatusCode, TokenBuffer
 from prefixcache._keys import KvFormat, Salt, key_chain
 from prefixcache._layer_state import walk
 from prefixcache._record import record
@@ -212,10 +212,9 @@ class PrefixCache:
         return self._record(chain, caches, len(chain.tokens), covers)
 
     def flush(self) -> None:
-        """Waits until everything accepted so far is on disk. OSError if a write failed since the last flush."""
-        status = self._store.flush()
-        if not status:
-            raise OSError(status.error_number, status.message)
+        """Waits until everything accepted so far is on disk. OSError if a write failed since the last flush, ValueError
+        on a closed cache."""
+        _raise(self._store.flush())
 
     def stats(self) -> dict[str, Any]:
         """Counters since open and sizes now, in bytes and tokens; the store's own under its names."""
@@ -228,10 +227,9 @@ class PrefixCache:
             }
 
     def clear(self) -> None:
-        """Forgets everything stored for this namespace. OSError if a file could not be removed."""
-        status = self._store.clear()
-        if not status:
-            raise OSError(status.error_number, status.message)
+        """Forgets everything stored for this namespace. OSError if a file could not be removed, ValueError on a closed
+        cache."""
+        _raise(self._store.clear())
 
     def close(self) -> None:
         """Writes what waits and stops. Every later fetch is a miss. Safe to call twice."""
@@ -339,9 +337,11 @@ class Recorder:
     def advance(self, n: int, tokens: Any = None) -> StoreReport:
         """Says that the caches now stand at ``n`` tokens, the last ``len(tokens)`` of them decoded behind the prompt.
 
-        Stores the blocks that became complete. ValueError if the caches stand at fewer tokens, or if ``n`` is beyond
-        the tokens known.
+        Stores the blocks that became complete; where none did, it returns at once and looks at nothing. ValueError if
+        the caches stand at fewer tokens, or if ``n`` is beyond the tokens known.
         """
+        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
+            raise ValueError(f"n is {n!r}, expected a number of tokens")
         if tokens is not None and len(tokens) > 0:
             self._chain.extend(tokens)
         if n > len(self._chain.tokens):
@@ -358,6 +358,13 @@ class Recorder:
         default: all tokens known."""
         upto = len(self._chain.tokens) if n is None else n
         return self._cache._record(self._chain, self._caches, upto, first_block=self._stored_blocks)
+
+
+def _raise(status: Status) -> None:
+    if status.code == StatusCode.CLOSED:
+        raise ValueError("the cache is closed")
+    if not status:
+        raise OSError(status.error_number, status.message)
 
 
 def _make_caches(model: Any) -> list[Any]:

@@ -95,7 +95,11 @@ def test_keys_are_equal_in_every_process(tmp_path: Path) -> None:
     outputs = set()
     for seed, locale in (("0", "C"), ("1", "C.UTF-8"), ("4242", "tr_TR.UTF-8")):
         environment = {
-            **os.environ, "PYTHONPATH": import_path, "PYTHONHASHSEED": seed, "LC_ALL": locale, "LANG": locale,
+            **os.environ,
+            "PYTHONPATH": import_path,
+            "PYTHONHASHSEED": seed,
+            "LC_ALL": locale,
+            "LANG": locale,
             "PYTHONUTF8": "0",
         }
         folder = tmp_path / seed
@@ -129,8 +133,16 @@ def test_position_order_and_value_of_content_matter() -> None:
     tokens = [9] * 16
     a, b = image("a"), image("b")
     cases: list[list[tuple[int, int, bytes]]] = [
-        [], [(0, 2, a)], [(0, 2, b)], [(1, 3, a)], [(0, 3, a)], [(4, 6, a)],
-        [(0, 2, a), (4, 6, b)], [(0, 2, b), (4, 6, a)], [(0, 2, a), (2, 4, b)], [(0, 2, b), (2, 4, a)],
+        [],
+        [(0, 2, a)],
+        [(0, 2, b)],
+        [(1, 3, a)],
+        [(0, 3, a)],
+        [(4, 6, a)],
+        [(0, 2, a), (4, 6, b)],
+        [(0, 2, b), (4, 6, a)],
+        [(0, 2, a), (2, 4, b)],
+        [(0, 2, b), (2, 4, a)],
     ]
     last = {chain_hashes("n", tokens, 8, content=case)[-1] for case in cases}
     assert len(last) == len(cases)
@@ -187,15 +199,25 @@ def test_extend_equals_hashing_at_once(
 
 
 @given(
-    st.lists(st.integers(0, 1), max_size=20), st.lists(st.integers(0, 1), max_size=20), st.integers(1, 4),
+    st.lists(st.integers(0, 1), max_size=20),
+    st.lists(st.integers(0, 1), max_size=20),
+    st.integers(1, 4),
     FEW,
     FEW,
-    st.sampled_from([[], [(1, b"t")]]), st.sampled_from([[], [(1, b"t")]]), st.integers(1, 4),
+    st.sampled_from([[], [(1, b"t")]]),
+    st.sampled_from([[], [(1, b"t")]]),
+    st.integers(1, 4),
 )
 @settings(deadline=None, max_examples=400)
 def test_a_previous_chain_never_changes_a_key(
-    before: list[int], tokens: list[int], block_size: int, content_before: list[Any], content: list[Any],
-    salts_before: list[Any], salts: list[Any], other_size: int,
+    before: list[int],
+    tokens: list[int],
+    block_size: int,
+    content_before: list[Any],
+    content: list[Any],
+    salts_before: list[Any],
+    salts: list[Any],
+    other_size: int,
 ) -> None:
     previous = KeyChain("n", salts_before, before, other_size, content_before)
     chain = KeyChain("n", salts, tokens, block_size, content, previous)

@@ -565,3 +565,31 @@ class TestStats:
             names = {"fetches", "hits", "requested_tokens", "cached_tokens", "stores", "stored_bytes"}
             assert cache.stats()["fetches"] == 0
             assert names <= cache.stats().keys()
+
+
+@pytest.mark.parametrize("option", ["ram", "disk", "queue"])
+def test_a_float_is_no_size(tmp_path: Path, option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} is 1.5"):
+        open_cache(tmp_path / "cache", **{option: 1.5})
+
+
+def test_block_sizes_may_change_between_opens(tmp_path: Path) -> None:
+    """A block of 8 tokens of an earlier run must not pass for the blocks of 1, 4 or 7 that are stored now."""
+    with open_cache(tmp_path / "cache", block_size=8) as cache:
+        cache.store(TOKENS, filled(TOKENS))
+    for size in (1, 4, 7, 9, 16, 50, 256):
+        with open_cache(tmp_path / "cache", block_size=size) as cache:
+            check_hit(cache.fetch(TOKENS), TOKENS)
+            report = cache.store(TOKENS, filled(TOKENS))
+            hit = cache.fetch([*TOKENS, 1])
+            assert hit.cached_tokens == report.stored_tokens == 50
+            check_hit(hit, [*TOKENS, 1])
+
+
+@pytest.mark.parametrize("spare", [-1, -1000, 1.5, True, "a", 2**31, 2**70])
+def test_bad_room_is_named_hit_or_miss(tmp_path: Path, spare: object) -> None:
+    with open_cache(tmp_path / "cache") as cache:
+        for tokens in (TOKENS, [1, 2, 3]):
+            cache.store(TOKENS, filled(TOKENS))
+            with pytest.raises((ValueError, TypeError), match="spare"):
+                cache.fetch(tokens, spare=spare)  # type: ignore[arg-type]

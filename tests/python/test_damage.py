@@ -314,3 +314,15 @@ class TestSeveralCaches:
             assert cache.store(list(range(40)), filled(list(range(40)))).bytes == 0
             cache.flush()
             assert {path: path.stat().st_mtime_ns for path in part_files(tmp_path / "cache")} == files
+
+
+def test_a_removed_directory_is_filled_again_by_one_store(tmp_path: Path) -> None:
+    """All lost blocks of a fetch are forgotten: the next store must not take the later ones for stored."""
+    with open_cache(tmp_path / "cache") as cache:
+        cache.store(TOKENS, filled(TOKENS))
+    with open_cache(tmp_path / "cache", ram=0) as cache:
+        shutil.rmtree(tmp_path / "cache")
+        assert not cache.fetch([*TOKENS, 1])
+        assert cache.store(TOKENS, filled(TOKENS)).stored_tokens == 41
+        cache.flush()
+        assert cache.fetch([*TOKENS, 1]).cached_tokens == 41

@@ -118,9 +118,7 @@ def test_no_python_below_the_bindings() -> None:
             assert not re.search(r"nanobind|Python\.h|PyObject", path.read_text(encoding="utf-8")), path
 
 
-CACHE_CLASSES = re.compile(
-    r"\b(\w*KVCache|ArraysCache|CacheList|MambaCache|LayerCache|\w*PoolingCache)\b(?!Handler)"
-)
+CACHE_CLASSES = re.compile(r"\b(\w*KVCache|ArraysCache|CacheList|MambaCache|LayerCache|\w*PoolingCache)\b(?!Handler)")
 
 
 @pytest.mark.parametrize("path", sources(CSRC, "*.h", "*.cpp", "*.in"), ids=lambda path: path.name)
@@ -176,3 +174,11 @@ def test_public_names_exist() -> None:
     assert prefixcache.__all__ == sorted(prefixcache.__all__, key=lambda name: (not name.isupper(), name))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = prefixcache.nothing
+
+
+def test_lines_of_the_sources_stay_short() -> None:
+    for path in [*sources(PACKAGE, "*.py"), *sources(CSRC, "*.h", "*.cpp", "*.in")]:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            assert len(line) <= 120, f"{path}:{number}"
+            assert line == line.rstrip(), f"{path}:{number}"
+            assert "\t" not in line, f"{path}:{number}"

@@ -231,3 +231,30 @@ class TestMisuse:
         cache.close()
         assert recorder.advance(37).reason == "closed"
         assert recorder.finish().reason == "closed"
+
+
+def test_a_chain_that_a_recorder_extends_is_lent_to_nobody() -> None:
+    """It grows without the GIL, so no other thread's fetch may read it."""
+    with open_cache(None, write="ram_only") as cache:
+        recorder = cache.record(PROMPT, filled(PROMPT))
+        assert all(chain is not recorder._chain for chain in cache._chains)
+
+
+def test_a_recorder_refuses_a_hit_of_other_tokens(tmp_path: Path) -> None:
+    """The hit's rows would be stored under tokens that they do not belong to."""
+    other = [1, *PROMPT]
+    with open_cache(tmp_path / "cache") as cache:
+        cache.store(PROMPT, filled(PROMPT))
+        hit = cache.fetch(PROMPT)
+        with pytest.raises(ValueError, match="token"):
+            cache.record(other, hit)
+
+
+def test_a_recorder_under_another_salt_stores_from_the_start(tmp_path: Path) -> None:
+    """What the hit had is not stored under the new salt."""
+    with open_cache(tmp_path / "cache") as cache:
+        cache.store(PROMPT, filled(PROMPT))
+        hit = cache.fetch([*PROMPT, 1])
+        recorder = cache.record(PROMPT, hit, salt="tenant")
+        assert recorder.finish().stored_tokens == 37
+        assert cache.fetch([*PROMPT, 1], salt="tenant").cached_tokens == 37

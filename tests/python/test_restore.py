@@ -315,3 +315,34 @@ class TestAliasing:
         extend(one.caches, [900])
         assert [layer.offset for layer in other.caches] == [0, 0]
         assert [layer.offset for layer in cache.fetch([900, 901]).caches] == [0, 0]
+
+
+SUPPORT = str(Path(sys.modules["support"].__file__ or "").parent)
+
+NO_MEMORY = """
+import resource, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from support import check_hit, filled, open_cache
+tokens = list(range(41))
+with open_cache(Path(sys.argv[2])) as cache:
+    cache.store(tokens, filled(tokens))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), resource.RLIM_INFINITY))
+    hit = cache.fetch(tokens, spare=30_000_000)
+    assert (hit.cached_tokens, hit.reason) == (0, "no_memory"), hit
+    check_hit(hit, tokens)
+    hit = cache.fetch(tokens)
+    assert hit.cached_tokens == 40, hit
+    check_hit(hit, tokens)
+print("done")
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux to limit a process's memory")
+def test_no_memory_is_a_miss(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NO_MEMORY, SUPPORT, str(tmp_path / "cache")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]

@@ -43,10 +43,16 @@ class Int(int):
 def containers(tokens: list[int]) -> dict[str, Any]:
     """The same tokens (0..127) in everything that holds integers."""
     given: dict[str, Any] = {
-        "list": tokens, "tuple": tuple(tokens), "deque": deque(tokens), "TokenBuffer": TokenBuffer(tokens),
-        "list of int64": [np.int64(token) for token in tokens], "list of uint8": [np.uint8(token) for token in tokens],
-        "list of a subclass": [Int(token) for token in tokens], "list of __index__": [Index(token) for token in tokens],
-        "object array": np.array(tokens, dtype=object), "ctypes": (ctypes.c_int32 * len(tokens))(*tokens),
+        "list": tokens,
+        "tuple": tuple(tokens),
+        "deque": deque(tokens),
+        "TokenBuffer": TokenBuffer(tokens),
+        "list of int64": [np.int64(token) for token in tokens],
+        "list of uint8": [np.uint8(token) for token in tokens],
+        "list of a subclass": [Int(token) for token in tokens],
+        "list of __index__": [Index(token) for token in tokens],
+        "object array": np.array(tokens, dtype=object),
+        "ctypes": (ctypes.c_int32 * len(tokens))(*tokens),
         "memoryview": memoryview(array.array("q", tokens)),
         "reversed memoryview": memoryview(array.array("H", tokens[::-1]))[::-1],
         "column": np.array([tokens, tokens], dtype=np.int32, order="F")[0],
@@ -76,8 +82,14 @@ def test_equal_tokens_in_any_container_give_equal_keys(size: int) -> None:
 @given(st.lists(TOKEN, max_size=20))
 @settings(deadline=None)
 def test_tokens_of_all_32_bits_are_kept(tokens: list[int]) -> None:
-    for container in (tokens, tuple(tokens), array.array("I", tokens), np.array(tokens, dtype=np.int64),
-                      np.array(tokens, dtype=np.uint64), mx.array(np.array(tokens, dtype=np.uint32))):
+    for container in (
+        tokens,
+        tuple(tokens),
+        array.array("I", tokens),
+        np.array(tokens, dtype=np.int64),
+        np.array(tokens, dtype=np.uint64),
+        mx.array(np.array(tokens, dtype=np.uint32)),
+    ):
         assert TokenBuffer(container).tolist() == tokens
 
 

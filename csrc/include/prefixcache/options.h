@@ -25,7 +25,8 @@ struct PREFIXCACHE_API Options {
   // Where parts are kept. Made (mode 0700) if missing; refused unless it belongs to this user and nobody else may
   // write to it. Empty only with WritePolicy::ram_only.
   std::string directory;
-  // Everything that must be equal for KV to be exchangeable. 1..128 characters of [A-Za-z0-9._-], not beginning with '.'.
+  // Everything that must be equal for KV to be exchangeable. 1..128 characters of [A-Za-z0-9._-], not beginning with
+  // '.'.
   std::string name_space;
   // Bound on the RAM tier: every byte it holds, recycled staging memory included. 0: no RAM tier.
   std::uint64_t ram_bytes = 0;
