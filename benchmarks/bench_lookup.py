@@ -10,9 +10,11 @@ from harness import Numbers, Row, Settings, interleaved, main, timed
 from mlx_lm.models.cache import KVCache, LRUPromptCache
 from workload import BLOCK, prompt
 
-from prefixcache import PrefixCache
 from prefixcache._boundary import deepest_boundary
-from prefixcache._core import BlockStore, KeyChain
+from prefixcache._core import BlockStore
+from prefixcache._keys import key_chain
+from prefixcache._record import record
+from prefixcache.type_registry import describe_layers
 
 TOKENS = 131_072
 
@@ -20,35 +22,35 @@ TOKENS = 131_072
 def present(rounds: int, scratch: str) -> Numbers:
     """All blocks are there. Their rows are tiny: a lookup does not read them."""
     stored = prompt(TOKENS)
+    as_int32 = array("i", stored)
     small = KVCache()
     small.keys = small.values = mx.zeros((1, 1, TOKENS, 8), dtype=mx.float16)
     small.offset = TOKENS
     store = BlockStore.open(
         directory=scratch, namespace="bench", ram_bytes=1 << 30, disk_bytes=1 << 40, queue_bytes=1 << 30
     )
-    with PrefixCache(store, "bench", [KVCache()], BLOCK) as cache:
-        cache.store(stored, [small])
-        cache.flush()
-        as_int32 = array("i", stored)
+    chain = key_chain("bench", stored, BLOCK)
+    record(store, chain, describe_layers([small]), TOKENS)
+    store.flush()
 
-        def look_up(tokens: object) -> None:
-            found = deepest_boundary(store, KeyChain("bench", [], tokens, BLOCK), TOKENS)
-            if found.n != TOKENS:
-                raise RuntimeError(f"{found.n} of {TOKENS} tokens were found")
+    def look_up(tokens: object) -> None:
+        found = deepest_boundary(store, key_chain("bench", tokens, BLOCK), TOKENS)
+        if found.n != TOKENS:
+            raise RuntimeError(f"{found.n} of {TOKENS} tokens were found")
 
-        chain = KeyChain("bench", [], stored, BLOCK)
-        trie = LRUPromptCache()
-        trie.insert_cache("model", stored, [KVCache()])
-        longer = [*stored, 1]
-        seconds = interleaved(
-            {
-                "list": lambda: timed(lambda: look_up(stored)),
-                "int32": lambda: timed(lambda: look_up(as_int32)),
-                "presence": lambda: timed(lambda: deepest_boundary(store, chain, TOKENS)),
-                "trie": lambda: timed(lambda: trie.fetch_nearest_cache("model", longer)),
-            },
-            3 * rounds,
-        )
+    trie = LRUPromptCache()
+    trie.insert_cache("model", stored, [KVCache()])
+    longer = [*stored, 1]
+    seconds = interleaved(
+        {
+            "list": lambda: timed(lambda: look_up(stored)),
+            "int32": lambda: timed(lambda: look_up(as_int32)),
+            "presence": lambda: timed(lambda: deepest_boundary(store, chain, TOKENS)),
+            "trie": lambda: timed(lambda: trie.fetch_nearest_cache("model", longer)),
+        },
+        3 * rounds,
+    )
+    store.close()
     return {name: value / TOKENS * 1e9 for name, value in seconds.items()}
 
 

@@ -1,4 +1,4 @@
-"""The machine's own speeds: copies and plain file access. Every ratio elsewhere has its own reference, taken in turn."""
+"""The machine's own speeds: copies and plain file access. Ratios elsewhere have their own reference, taken in turn."""
 
 from __future__ import annotations
 

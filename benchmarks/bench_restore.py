@@ -141,7 +141,8 @@ def rows(settings: Settings) -> Iterator[Row]:
         if CAN_DROP_CACHE:
             got = settings.run(cold, tokens=tokens, recycled=True, rounds=min(3, settings.rounds))
             plain = f"{THREADS}-thread cold read, {_speed(tokens, got['read']):.1f} GB/s"
-            yield Row("restore, page cache cold", tokens, got["read"] / got["fetch"], "x", None, plain, _said(tokens, got["fetch"]))
+            said = _said(tokens, got["fetch"])
+            yield Row("restore, page cache cold", tokens, got["read"] / got["fetch"], "x", None, plain, said)
 
 
 def _touched_rows(settings: Settings, tokens: int) -> Iterator[Row]:

@@ -90,7 +90,7 @@ def rows(settings: Settings) -> Iterator[Row]:
                 f"{got['store'] * 1e3:.0f} ms, {size / got['store']:.1f} GB/s",
             )
         yield Row("bytes written / new KV bytes", tokens, got["written"], "x", "<= 1.05")
-        yield Row("flush after it", tokens, size / (got["flush"] + got["store"]), "GB/s", note="store and flush together")
+        yield Row("store and flush", tokens, size / (got["flush"] + got["store"]), "GB/s", note="until all is in files")
         got = settings.run(first_fill, tokens=tokens)
         yield Row(
             "store, caller held, RAM tier fills for the first time",

@@ -34,7 +34,7 @@ THREADS = max(1, min(os.cpu_count() or 1, 8))
 
 @dataclass
 class Row:
-    """One line of the report. ``target`` is ``"<= 1.3"`` or ``">= 0.8"``, in the row's unit; None if it only informs."""
+    """One line of the report. ``target`` is ``"<= 1.3"`` or ``">= 0.8"`` in the row's unit; None if it only informs."""
 
     claim: str
     tokens: int

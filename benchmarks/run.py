@@ -27,7 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", default="2048,8192,32768", help="prompt lengths, comma separated")
     parser.add_argument("--rounds", type=int, default=7, help="rounds a median is taken of")
-    parser.add_argument("--quick", action="store_true", help="2,048 tokens and 3 rounds: does it run, not how fast is it")
+    parser.add_argument("--quick", action="store_true", help="2,048 tokens, 3 rounds: does it run?")
     parser.add_argument("--only", default=",".join(BENCHMARKS), help="benchmarks to run, comma separated")
     parser.add_argument("--dir", type=Path, help="where blocks and files are written (default: the temporary folder)")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder for results.json and results.md")
