@@ -22,6 +22,8 @@ _REASONS = {
 }
 # mlx-lm's caches grow in steps of this many rows.
 _STEP = 256
+# A prompt is usually prefilled in chunks of at most this many tokens.
+_PREFILL_STEP = 2048
 
 # A store holds one structure for each model and KV format.
 _template = lru_cache(maxsize=32)(decode_structure)
@@ -39,15 +41,18 @@ class Restored:
     bytes: int = 0
 
 
-def restore(store: BlockStore, chain: KeyChain, prototypes: Sequence[Any], limit: int, spare: int) -> Restored:
-    """Caches for the longest stored prefix of at most ``limit`` tokens, with room for ``spare`` more.
+def restore(store: BlockStore, chain: KeyChain, prototypes: Sequence[Any], limit: int, spare: int | None) -> Restored:
+    """Caches for the longest stored prefix of at most ``limit`` tokens.
+
+    ``spare``: rows of room behind it; None: enough for the next chunk of the prompt and a step of decoding.
 
     A block that turns out bad shortens the result to the blocks before it.
     """
     boundary = deepest_boundary(store, chain, limit)
     n, keys, reason, diverged_at = boundary.n, boundary.keys, boundary.reason, boundary.diverged_at
     while n > 0:
-        gathered = store.gather(keys, 0, n, _capacity(n, spare))
+        room = min(len(chain.tokens) - n, _PREFILL_STEP) + _STEP if spare is None else spare
+        gathered = store.gather(keys, 0, n, _capacity(n, room))
         if gathered.status:
             return _rebuild(gathered, prototypes, n, len(keys), chain.block_size, reason, diverged_at)
         reason, diverged_at = _REASONS[gathered.status.code], None

@@ -23,9 +23,6 @@ from prefixcache.type_registry import common_offset, describe_layers, handler_na
 
 ContentKeys = Iterable[tuple[int, int, Salt]]
 
-# A prompt is usually prefilled in chunks of at most this many tokens, and then decoded for a while.
-_PREFILL_STEP = 2048
-_DECODE_ROOM = 256
 _COUNTERS = (
     "fetches",
     "hits",
@@ -151,8 +148,8 @@ class PrefixCache:
         if self._closed:
             restored = Restored(0, None, "closed")
         elif total >= 2 and self._spare_rows is not None:
-            room = min(total, _PREFILL_STEP) + _DECODE_ROOM if spare is None else spare
-            restored = restore(self._store, chain, self._prototypes, total - 1, room if self._spare_rows else 0)
+            room = spare if self._spare_rows else 0
+            restored = restore(self._store, chain, self._prototypes, total - 1, room)
         hit = Hit(
             caches=copy.deepcopy(self._prototypes) if restored.caches is None else restored.caches,
             cached_tokens=restored.n,
