@@ -4,6 +4,9 @@
 #include <csignal>
 #include <mutex>
 
+#include <pthread.h>
+#include <signal.h>
+
 namespace prefixcache::gather {
 
 namespace {
@@ -37,6 +40,8 @@ void on_fault(int number, siginfo_t* info, void* context) {
   const auto* address = static_cast<const std::uint8_t*>(info->si_addr);
   detail::GuardFrame* frame = current;
   if (frame != nullptr && address >= frame->lo && address < frame->hi) {
+    // Whoever calls this on our behalf may have blocked the signal, and the next fault would end the process.
+    ::pthread_sigmask(SIG_SETMASK, &static_cast<const ucontext_t*>(context)->uc_sigmask, nullptr);
     siglongjmp(frame->env, 1);
   }
   pass_on(number, info, context);

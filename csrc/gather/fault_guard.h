@@ -33,7 +33,7 @@ bool run_guarded(std::span<const std::uint8_t> range, Body&& body) {
   detail::GuardFrame frame;
   frame.lo = range.data();
   frame.hi = range.data() + range.size();
-  // The signal mask is not saved (a system call): the handler does not block the signal.
+  // The signal mask is not saved (a system call): the handler puts it back.
   if (sigsetjmp(frame.env, 0) != 0) {
     detail::leave();
     return false;

@@ -11,13 +11,13 @@ namespace {
 
 TEST(CopyStreaming, AnySizeAndAlignmentAndNothingBeyond) {
   std::mt19937 random(1);
-  std::vector<std::uint8_t> from(300000);
+  std::vector<std::uint8_t> from(100000);
   for (auto& byte : from) byte = static_cast<std::uint8_t>(random() | 1);  // never 0
   std::vector<std::uint8_t> to(from.size());
-  std::vector<std::size_t> sizes = {0, 1, 15, 63, 64, 4095, 4096, 4097, 4111, 4160, 8191, 65536, 200000};
-  for (int i = 0; i < 30; ++i) sizes.push_back(random() % 200000);
+  std::vector<std::size_t> sizes = {0, 1, 15, 63, 64, 4095, 4096, 4097, 4111, 4160, 8191, 65536, 99000};
+  for (int i = 0; i < 20; ++i) sizes.push_back(random() % 99000);
   for (const std::size_t size : sizes) {
-    for (int round = 0; round < 6; ++round) {
+    for (int round = 0; round < 4; ++round) {
       const std::size_t a = random() % 130, b = random() % 130;
       std::fill(to.begin(), to.end(), 0);
       copy_streaming(to.data() + a, from.data() + b, size);

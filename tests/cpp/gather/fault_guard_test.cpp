@@ -53,6 +53,28 @@ TEST(FaultGuard, AFaultInTheRangeIsFalse) {
   EXPECT_FALSE(copy_all(mapping.all(), out));
 }
 
+struct sigaction ours = {};
+
+void call_ours(int number, siginfo_t* info, void* context) {
+  ours.sa_sigaction(number, info, context);
+}
+
+// As a library does that keeps a chain of handlers: the signal is blocked while it runs.
+TEST(FaultGuard, WorksAgainAfterAHandlerThatBlocksTheSignalCalledIt) {
+  ensure_fault_handler();
+  struct sigaction theirs = {};
+  theirs.sa_sigaction = call_ours;
+  theirs.sa_flags = SA_SIGINFO;
+  sigfillset(&theirs.sa_mask);
+  ::sigaction(SIGBUS, &theirs, &ours);
+  const CutMapping mapping;
+  std::vector<std::uint8_t> out(kSize);
+  EXPECT_FALSE(copy_all(mapping.all(), out));
+  EXPECT_FALSE(copy_all(mapping.all(), out));
+  ::sigaction(SIGBUS, &ours, nullptr);
+  EXPECT_FALSE(copy_all(mapping.all(), out));
+}
+
 TEST(FaultGuard, EachThreadHasItsOwn) {
   ensure_fault_handler();
   const CutMapping mapping;
