@@ -14,6 +14,7 @@ from reference import (
     CAN_DROP_CACHE,
     GIB,
     Memory,
+    back_by_host,
     copy_seconds,
     drop_from_page_cache,
     part_files,
@@ -73,14 +74,16 @@ def touched(tokens: int, tier: str, rounds: int, scratch: str) -> Numbers:
 
 def untouched(tokens: int, tier: str, stored_in: str, rounds: int, scratch: str) -> Numbers:
     """The first restore of a process; the copy beside it has fresh memory too."""
-    source = Memory(min(tokens * ROW_BYTES, GIB))
+    size = tokens * ROW_BYTES
+    source = Memory(min(size, GIB))
     stored = prompt(tokens)
-    copies = [untouched_copy_seconds(tokens * ROW_BYTES, source, THREADS)]
     with opened(Path(stored_in) if tier == "ssd" else None, 0 if tier == "ssd" else ram_for(tokens)) as cache:
         if tier == "ram":
             cache.store(stored, filled_caches(tokens))
+        copies = [untouched_copy_seconds(size, source, THREADS)]
+        back_by_host(size)
         fetches = [_fetch(cache, stored) for _ in range(2)]
-    copies.append(untouched_copy_seconds(tokens * ROW_BYTES, source, THREADS))
+        copies.append(untouched_copy_seconds(size, source, THREADS))
     return {"first": fetches[0], "second": fetches[1], "copy": statistics.mean(copies)}
 
 
@@ -172,7 +175,9 @@ def _fresh_process_rows(settings: Settings, tokens: int) -> Iterator[Row]:
         name = f"restore into untouched memory, fresh process, {where}"
         yield Row(name, tokens, got["copy"] / got["first"], "x", gate, copy, _said(tokens, got["first"]))
         said = _said(tokens, got["second"])
-        yield Row(f"the same again, {where}", tokens, got["copy"] / got["second"], "x", None, copy, said)
+        yield Row(
+            f"the same once more in that process, {tier}", tokens, got["copy"] / got["second"], "x", None, copy, said
+        )
     if Path("/proc/self/status").exists():
         got = settings.run(memory, tokens=tokens, stored_in=str(stored_in))
         extra = max(0.0, got["peak"] / got["result"] - 1) * 100

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness import THREADS, Numbers, Row, Settings, interleaved, main, timed
-from reference import GIB, Memory, copy_seconds, part_files, untouched_copy_seconds
+from reference import GIB, Memory, back_by_host, copy_seconds, part_files, untouched_copy_seconds
 from workload import ROW_BYTES, filled_caches, opened, prompt, ram_for
 
 from prefixcache import PrefixCache
@@ -66,6 +66,7 @@ def first_fill(tokens: int, rounds: int, scratch: str) -> Numbers:
     stored = prompt(tokens)
 
     def store() -> float:
+        back_by_host(ram_for(tokens))
         with opened(None, ram_for(tokens)) as cache:
             return _store(cache, stored, caches)
 
