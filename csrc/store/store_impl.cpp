@@ -118,17 +118,6 @@ void StoreImpl::drop(PartRecord& record, std::vector<FileToRemove>& files) {
 Status StoreImpl::remove_files(const std::vector<FileToRemove>& files) {
   Status first;
   for (const auto& file : files) {
-    std::lock_guard names_lock(names_mutex_);
-    bool written_anew = false;
-    {
-      Lock lock(mutex_);
-      const PartRecord* record = index_.find(file.name.key, file.name.part);
-      written_anew = record != nullptr && record->on_disk;
-    }
-    if (written_anew) {
-      directory_->count_less(file.bytes);
-      continue;
-    }
     Status status = directory_->remove(file.name, file.bytes);
     if (!status.is_ok() && first.is_ok()) first = std::move(status);
   }
@@ -142,6 +131,7 @@ bool StoreImpl::changed_on_disk(const PartRecord& record) const {
 }
 
 void StoreImpl::forget(const Key& key, Part part, const Status& why) {
+  std::lock_guard names_lock(names_mutex_);
   std::vector<FileToRemove> files;
   {
     Lock lock(mutex_);
@@ -162,6 +152,7 @@ void StoreImpl::forget(const Key& key, Part part, const Status& why) {
 
 Status StoreImpl::erase(std::span<const Key> keys, std::span<const Part> parts) {
   if (closed_) return {StatusCode::Closed, "the store is closed"};
+  std::lock_guard names_lock(names_mutex_);
   std::vector<FileToRemove> files;
   {
     Lock lock(mutex_);
@@ -176,6 +167,7 @@ Status StoreImpl::erase(std::span<const Key> keys, std::span<const Part> parts) 
 
 Status StoreImpl::clear() {
   if (closed_) return {StatusCode::Closed, "the store is closed"};
+  std::lock_guard names_lock(names_mutex_);
   std::vector<FileToRemove> files;
   {
     Lock lock(mutex_);

@@ -64,7 +64,8 @@ class StoreImpl : public BlockStore {
   bool evict_one_from_ram(const layout::PartHeader& newcomer);
   bool insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool to_disk);
   bool contained_in_sibling(const PutRequest& request) const;
-  void supersede_siblings(const PutRequest& request, std::vector<FileToRemove>& files);
+  std::vector<PartRecord*> superseded_by(const PutRequest& request) const;
+  void remove_superseded(const PutRequest& request);
   // on the writer's thread
   Status write_image(const std::shared_ptr<Image>& image);
   Status write_file(Image& image, std::string& temp, std::uint64_t& file_bytes);
@@ -85,7 +86,7 @@ class StoreImpl : public BlockStore {
 
   // Takes a record out of the index; its file, if it has one, is appended to `files` for remove_files().
   void drop(PartRecord& record, std::vector<FileToRemove>& files);
-  // Without the mutexes held. A file that was written anew meanwhile stays.
+  // With names_mutex_ held since before the drop, and without mutex_.
   Status remove_files(const std::vector<FileToRemove>& files);
 
   static layout::NameInfo name_of(const PartRecord& record);
@@ -96,7 +97,8 @@ class StoreImpl : public BlockStore {
   std::shared_ptr<BufferPool> queue_pool_;  // images that the RAM tier has no place for, until they are written
   gather::ThreadPool threads_;
   std::unique_ptr<Directory> directory_;  // null without an SSD tier
-  // Held while a file gets its name and the index hears of it, or while it loses its name. Taken before mutex_.
+  // Held from before a file gets or loses its name until the index knows, or the reverse, and while the index asks the
+  // disk: without it a file could be found after it was dropped. Taken before mutex_.
   std::mutex names_mutex_;
   mutable std::mutex mutex_;
   Index index_;

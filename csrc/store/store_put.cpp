@@ -201,15 +201,27 @@ bool StoreImpl::contained_in_sibling(const PutRequest& request) const {
   return false;
 }
 
-void StoreImpl::supersede_siblings(const PutRequest& request, std::vector<FileToRemove>& files) {
-  if (request.part != Part::kv) return;
+std::vector<PartRecord*> StoreImpl::superseded_by(const PutRequest& request) const {
+  std::vector<PartRecord*> records;
+  if (request.part != Part::kv) return records;
   const BlockText text{{request.tokens.begin(), request.tokens.end()}, {request.content.begin(), request.content.end()}};
   for (Entry* sibling : index_.children(layout::parent_prefix(request.parent))) {
     PartRecord* record = sibling->parts[static_cast<int>(Part::kv)].get();
     if (record == nullptr || sibling->text == nullptr || sibling->depth >= request.depth) continue;
     if (!sibling->parent_known || sibling->parent != request.parent) continue;
-    if (begins_with(text, sibling->text->tokens, sibling->text->content, sibling->depth)) drop(*record, files);
+    if (begins_with(text, sibling->text->tokens, sibling->text->content, sibling->depth)) records.push_back(record);
   }
+  return records;
+}
+
+void StoreImpl::remove_superseded(const PutRequest& request) {
+  std::lock_guard names_lock(names_mutex_);
+  std::vector<FileToRemove> files;
+  {
+    Lock lock(mutex_);
+    for (PartRecord* record : superseded_by(request)) drop(*record, files);
+  }
+  remove_files(files);
 }
 
 std::shared_ptr<Buffer> StoreImpl::acquire_buffer(const Image& image) {
@@ -263,7 +275,6 @@ bool StoreImpl::evict_one_from_ram(const layout::PartHeader& newcomer) {
 }
 
 bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool to_disk) {
-  std::vector<FileToRemove> superseded;
   Lock lock(mutex_);
   if (closed_) return false;
   Entry& entry = index_.entry(request.key, layout::parent_prefix(request.parent), request.depth);
@@ -285,9 +296,9 @@ bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& 
   if (BufferPool::rounded(image->data_bytes) <= pool_->limit()) index_.add_to_ram(record);
   ++stats_.put_parts;
   stats_.put_bytes += image->data_bytes;
-  supersede_siblings(request, superseded);
+  const bool supersedes = !superseded_by(request).empty();
   lock.unlock();
-  remove_files(superseded);
+  if (supersedes) remove_superseded(request);
   return true;
 }
 
@@ -307,15 +318,13 @@ Status StoreImpl::write_image(const std::shared_ptr<Image>& image) {
     // On this thread it would end the process.
     status = {StatusCode::IOError, std::string("no memory to write a part: ") + e.what(), ENOMEM};
   }
-  std::vector<FileToRemove> files;
   {
     std::lock_guard names_lock(names_mutex_);
     const auto& header = image->header;
     const layout::NameInfo name{header.key, layout::parent_prefix(header.parent), header.depth, header.part};
     if (status.is_ok()) status = directory_->publish(temp, name, file_bytes);
-    files = finish_write(image, status, file_bytes);
+    remove_files(finish_write(image, status, file_bytes));
   }
-  remove_files(files);
   return status;
 }
 
@@ -338,6 +347,7 @@ Status StoreImpl::make_disk_room(const layout::PartHeader& newcomer, std::uint64
   if (bytes > options_.disk_bytes) return full;
   while (directory_->used() + bytes > options_.disk_bytes) {
     if (directory_->evict_foreign()) continue;
+    std::lock_guard names_lock(names_mutex_);
     std::vector<FileToRemove> files;
     {
       Lock lock(mutex_);

@@ -73,6 +73,17 @@ TEST(Index, AChainLiesInOneRunDeepestLast) {
   EXPECT_TRUE(index.ram_order().empty());
 }
 
+TEST(Index, ABlockThatComesAfterItsChildGoesInFrontOfIt) {
+  Index index;
+  const auto a = chain(3, 4);
+  for (const auto* block : {&a[0], &a[2], &a[1]}) {
+    index.add_to_ram(add(index, *block));
+    index.add_to_disk(*index.find(block->key, Part::kv));
+  }
+  EXPECT_EQ(order_of(index.ram_order()), keys_of(a));
+  EXPECT_EQ(order_of(index.disk_order()), keys_of(a));
+}
+
 TEST(Index, TiersAreApart) {
   Index index;
   const auto a = chain(2, 4);

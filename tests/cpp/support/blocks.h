@@ -121,15 +121,13 @@ inline std::vector<std::uint8_t> expected_bytes(const SlotSpec& spec, const std:
   if (spec.seq_axis == kNoSeqAxis) return row_bytes(spec, blocks.back().key, 0, 0);
   std::vector<std::uint8_t> bytes;
   for (std::size_t outer = 0; outer < outer_of(spec); ++outer) {
-    std::size_t row_size = 0;
     for (const auto& block : blocks) {
       for (std::int64_t p = std::max(lo, block.start()); p < std::min(hi, block.depth); ++p) {
         const auto row = row_bytes(spec, block.key, outer, p);
         bytes.insert(bytes.end(), row.begin(), row.end());
-        row_size = row.size();
       }
     }
-    bytes.insert(bytes.end(), row_size * static_cast<std::size_t>(spare), 0);
+    bytes.insert(bytes.end(), row_bytes(spec, {}, outer, 0).size() * static_cast<std::size_t>(spare), 0);
   }
   return bytes;
 }
