@@ -16,6 +16,10 @@ namespace prefixcache::gather {
 // do not overlap.
 void copy_streaming(std::uint8_t* to, const std::uint8_t* from, std::size_t size);
 
+// The same, with a second copy in `keep`, which stays in the cache. Each source byte is read once: `keep` holds what
+// `to` holds, whatever happens to the source meanwhile.
+void copy_streaming_and_keep(std::uint8_t* to, std::uint8_t* keep, const std::uint8_t* from, std::size_t size);
+
 // Rows [lo, hi) along `axis` of an evaluated array (the whole array if axis is kNoSeqAxis), written in row-major
 // order. `outer_lo`, `outer_hi` restrict the work to a range of the outer index (the product of the extents before
 // `axis`), so that threads can share one array. `to` is where outer index 0 goes.

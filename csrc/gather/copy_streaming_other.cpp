@@ -11,6 +11,11 @@ void copy_streaming(std::uint8_t* to, const std::uint8_t* from, std::size_t size
   std::memcpy(to, from, size);
 }
 
+void copy_streaming_and_keep(std::uint8_t* to, std::uint8_t* keep, const std::uint8_t* from, std::size_t size) {
+  std::memcpy(keep, from, size);
+  std::memcpy(to, keep, size);
+}
+
 }  // namespace prefixcache::gather
 
 #endif

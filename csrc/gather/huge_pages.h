@@ -13,9 +13,10 @@ inline constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // Advises whole huge pages inside the range; harmless where the system has none.
 inline void advise_huge_pages([[maybe_unused]] std::uint8_t* data, [[maybe_unused]] std::size_t size) {
 #ifdef MADV_HUGEPAGE
-  const auto lo = (reinterpret_cast<std::uintptr_t>(data) + kHugePage - 1) / kHugePage * kHugePage;
-  const auto hi = (reinterpret_cast<std::uintptr_t>(data) + size) / kHugePage * kHugePage;
-  if (hi > lo) ::madvise(reinterpret_cast<void*>(lo), hi - lo, MADV_HUGEPAGE);
+  if (size < kHugePage) return;
+  const auto lo = reinterpret_cast<std::uintptr_t>(data) / kHugePage * kHugePage;
+  const auto hi = (reinterpret_cast<std::uintptr_t>(data) + size + kHugePage - 1) / kHugePage * kHugePage;
+  ::madvise(reinterpret_cast<void*>(lo), hi - lo, MADV_HUGEPAGE);
 #endif
 }
 

@@ -20,8 +20,14 @@ namespace prefixcache::store {
 
 namespace {
 
-// Long enough to amortise a call, short enough to be still in the cache when its checksum is taken.
-constexpr std::size_t kCheckedRun = std::size_t{64} << 10;
+// Long enough to amortise a call, short enough to be still in the nearest cache when its checksum is taken.
+constexpr std::size_t kCheckedRun = std::size_t{8} << 10;
+
+// The run after which the destination lies on a cache line: lines written in two parts cost twice.
+std::size_t first_run(const std::uint8_t* to, std::size_t size) {
+  const std::size_t to_line = (64 - reinterpret_cast<std::uintptr_t>(to) % 64) % 64;
+  return std::min(size, to_line == 0 ? kCheckedRun : to_line);
+}
 
 std::size_t find_tensor(const layout::PartHeader& header, const std::string& name, std::size_t guess) {
   const auto& tensors = header.tensors;
@@ -209,6 +215,7 @@ Status GatherPlan::copy_bytes(const Slot& slot, std::size_t block, std::span<con
   std::uint8_t* out = slot.data + (whole ? 0 : static_cast<std::size_t>(rows.place) * slot.row_bytes);
 
   hash::Xxh3Stream sum;
+  alignas(64) std::uint8_t kept[kCheckedRun];
   const auto body = [&] {
     for (std::size_t o = 0; o < slot.outer; ++o) {
       const std::uint8_t* from = tensor.data() + o * strip;
@@ -218,11 +225,10 @@ Status GatherPlan::copy_bytes(const Slot& slot, std::size_t block, std::span<con
         continue;
       }
       sum.update({from, skip});
-      for (std::size_t at = 0; at < size; at += kCheckedRun) {
-        const std::size_t run = std::min(kCheckedRun, size - at);
-        std::memcpy(to + at, from + skip + at, run);
+      for (std::size_t at = 0, run = first_run(to, size); at < size; at += run, run = std::min(kCheckedRun, size - at)) {
+        gather::copy_streaming_and_keep(to + at, kept, from + skip + at, run);
         // Of the copy, not of the source: what is handed out is what was checked.
-        sum.update({to + at, run});
+        sum.update({kept, run});
       }
       sum.update({from + skip + size, strip - skip - size});
     }
