@@ -160,7 +160,9 @@ Status StoreImpl::put(const PutRequest& request, std::uint64_t* added) {
     const Copying copying(writer_.get());
     copy_rows(request, *image, threads_);
   }
-  if (!insert(request, image, to_disk)) return closed_ ? Status{StatusCode::Closed, "the store is closed"} : Status::ok();
+  if (!insert(request, image, to_disk)) {
+    return closed_ ? Status{StatusCode::Closed, "the store is closed"} : Status::ok();
+  }
   reservation.release();
   if (to_disk) writer_->push(image, cost);
   if (added != nullptr) *added = image->data_bytes;
@@ -204,7 +206,8 @@ bool StoreImpl::contained_in_sibling(const PutRequest& request) const {
 std::vector<PartRecord*> StoreImpl::superseded_by(const PutRequest& request) const {
   std::vector<PartRecord*> records;
   if (request.part != Part::kv) return records;
-  const BlockText text{{request.tokens.begin(), request.tokens.end()}, {request.content.begin(), request.content.end()}};
+  const BlockText text{{request.tokens.begin(), request.tokens.end()},
+                       {request.content.begin(), request.content.end()}};
   for (Entry* sibling : index_.children(layout::parent_prefix(request.parent))) {
     PartRecord* record = sibling->parts[static_cast<int>(Part::kv)].get();
     if (record == nullptr || sibling->text == nullptr || sibling->depth >= request.depth) continue;
@@ -262,7 +265,8 @@ bool StoreImpl::evict_one_from_ram(const layout::PartHeader& newcomer) {
   PartRecord* victim = victim_for(newcomer, order);
   if (victim == nullptr) {
     // What is on the disk too may leave the RAM whoever needs it.
-    const auto found = std::find_if(order.rbegin(), order.rend(), [](const auto* r) { return !r->waiting && r->on_disk; });
+    const auto found =
+        std::find_if(order.rbegin(), order.rend(), [](const auto* record) { return !record->waiting && record->on_disk; });
     if (found == order.rend()) return false;
     victim = *found;
   }
