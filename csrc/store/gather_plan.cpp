@@ -169,8 +169,11 @@ std::vector<Status> GatherPlan::run(gather::ThreadPool& threads, Verify verify) 
       clear_spare_rows(slots_[i - copies]);
       return;
     }
-    const std::size_t block = i % blocks_.size();
-    Status status = copy(slots_[i / blocks_.size()], block, verify);
+    // Diagonally: threads side by side work on different arrays, so that they do not both fault on (and clear) one huge
+    // page, and on different files, whose pages they map.
+    const std::size_t slot = i % slots_.size();
+    const std::size_t block = (i / slots_.size() + slot) % blocks_.size();
+    Status status = copy(slots_[slot], block, verify);
     if (status.is_ok()) return;
     std::lock_guard lock(mutex);
     results[block] = std::move(status);

@@ -20,7 +20,7 @@ _REASONS = {
     StatusCode.FULL: "no_memory",
     StatusCode.CLOSED: "closed",
 }
-# mlx-lm's caches grow in steps of this many rows.
+# Tokens decoded before the cache grows, as in mlx-lm.
 _STEP = 256
 # A prompt is usually prefilled in chunks of at most this many tokens.
 _PREFILL_STEP = 2048
@@ -52,17 +52,13 @@ def restore(store: BlockStore, chain: KeyChain, prototypes: Sequence[Any], limit
     n, keys, reason, diverged_at = boundary.n, boundary.keys, boundary.reason, boundary.diverged_at
     while n > 0:
         room = min(len(chain.tokens) - n, _PREFILL_STEP) + _STEP if spare is None else spare
-        gathered = store.gather(keys, 0, n, _capacity(n, room))
+        gathered = store.gather(keys, 0, n, n + room)
         if gathered.status:
             return _rebuild(gathered, prototypes, n, len(keys), chain.block_size, reason, diverged_at)
         reason, diverged_at = _REASONS[gathered.status.code], None
         keys = keys[: gathered.good]
         n = min(n - 1, len(keys) * chain.block_size)
     return Restored(0, None, reason, diverged_at)
-
-
-def _capacity(n: int, spare: int) -> int:
-    return -(-(n + spare) // _STEP) * _STEP if spare else n
 
 
 def _rebuild(
