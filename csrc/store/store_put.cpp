@@ -265,8 +265,8 @@ bool StoreImpl::evict_one_from_ram(const layout::PartHeader& newcomer) {
   PartRecord* victim = victim_for(newcomer, order);
   if (victim == nullptr) {
     // What is on the disk too may leave the RAM whoever needs it.
-    const auto found =
-        std::find_if(order.rbegin(), order.rend(), [](const auto* record) { return !record->waiting && record->on_disk; });
+    const auto found = std::find_if(order.rbegin(), order.rend(),
+                                    [](const auto* record) { return !record->waiting && record->on_disk; });
     if (found == order.rend()) return false;
     victim = *found;
   }

@@ -28,7 +28,8 @@ mx::array rows_of(const std::vector<std::uint32_t>& tokens, int layer) {
   for (int head = 0; head < kHeads; ++head) {
     for (std::size_t row = 0; row < tokens.size(); ++row) {
       for (int i = 0; i < kSize; ++i) {
-        values.push_back(static_cast<float>((tokens[row] * 31 + row * 7 + static_cast<unsigned>(layer * 5 + head + i)) % 997));
+        const auto place = static_cast<std::size_t>(layer * 5 + head + i);
+        values.push_back(static_cast<float>((tokens[row] * 31 + row * 7 + place) % 997));
       }
     }
   }
@@ -113,8 +114,8 @@ int main(int argc, char** argv) try {
     const mx::array got = mx::slice(restored, {0, 0, 0, 0}, {1, 4, rows, 64});
     if (!mx::array_equal(got, wanted).item<bool>()) throw std::runtime_error("restored rows differ");
   }
-  std::cout << "restored " << rows << " rows of " << kLayers << " layers, " << gathered.ram_blocks << " blocks from RAM, "
-            << gathered.disk_blocks << " from disk: equal to what was stored\n";
+  std::cout << "restored " << rows << " rows of " << kLayers << " layers, " << gathered.ram_blocks
+            << " blocks from RAM, " << gathered.disk_blocks << " from disk: equal to what was stored\n";
 
   require(cache->flush(), "flush");
   require(cache->close(), "close");

@@ -60,7 +60,8 @@ TEST_F(PartFileTest, OpensAndMaps) {
   EXPECT_EQ(file_->header(), header_);
   EXPECT_EQ(file_->data_offset() + data_.size(), file_->file_bytes());
   ASSERT_EQ(file_->mapping().size(), file_->file_bytes());
-  EXPECT_TRUE(std::equal(data_.begin(), data_.end(), file_->mapping().begin() + static_cast<long>(file_->data_offset())));
+  const auto mapped = file_->mapping().subspan(file_->data_offset());
+  EXPECT_TRUE(std::equal(data_.begin(), data_.end(), mapped.begin(), mapped.end()));
 }
 
 TEST_F(PartFileTest, ReadsWhereItCannotBeMapped) {

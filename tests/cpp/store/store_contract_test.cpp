@@ -115,7 +115,8 @@ TEST_P(StoreContract, RoundTripsOfRandomSlots) {
         const auto before = std::min<std::int64_t>(block.start(), random() % 3);
         const auto first = block.start() - before;
         auto shape = slot.shape;
-        if (slot.axis >= 0) shape[static_cast<std::size_t>(slot.axis)] = static_cast<int>(block.depth - first + random() % 3);
+        const auto rows = static_cast<int>(block.depth - first + random() % 3);
+        if (slot.axis >= 0) shape[static_cast<std::size_t>(slot.axis)] = rows;
         const auto array = testing::strided_array(random, shape, slot.dtype);
         inputs.push_back({slot.name, array, slot.axis, first});
         if (slot.axis >= 0) slot.pieces.push_back(testing::rows_of(array, slot.axis, before, block.depth - first));
@@ -201,7 +202,8 @@ TEST_P(StoreContract, WholeArraysAndMetaComeFromTheLastBlock) {
 
 TEST_P(StoreContract, PartsOfABlockAreApart) {
   const auto block = chain(1, 4)[0];
-  const std::vector<testing::SlotSpec> kv = {{"keys", mx::float16, {0, 4}, 0}}, state = {{"s", mx::float32, {5}, kNoSeqAxis}};
+  const std::vector<testing::SlotSpec> kv = {{"keys", mx::float16, {0, 4}, 0}};
+  const std::vector<testing::SlotSpec> state = {{"s", mx::float32, {5}, kNoSeqAxis}};
   ASSERT_TRUE(put_block(*store_, block, kv).is_ok());
   ASSERT_TRUE(put_block(*store_, block, state, "", nullptr, Part::state).is_ok());
   settle();
@@ -320,7 +322,8 @@ TEST_P(StoreContract, ABlockErasedAndPutAgainWhileItWasWrittenIsCountedOnce) {
 
 TEST_P(StoreContract, ChildrenNewestFirstWithTheirText) {
   const auto parent = chain(1, 4)[0];
-  const auto a = block_under(parent, {1, 2, 3, 4}), b = block_under(parent, {1, 2, 9, 9}), c = block_under(parent, {7, 7});
+  const auto a = block_under(parent, {1, 2, 3, 4}), b = block_under(parent, {1, 2, 9, 9});
+  const auto c = block_under(parent, {7, 7});
   put_chain(*store_, {parent, a, b, c});
   settle();
   const auto children = store_->children(parent.key);
@@ -368,7 +371,8 @@ TEST_P(StoreContract, ContentKeysEndTheCommonRun) {
 
 TEST_P(StoreContract, ALongerBlockTakesTheTailsPlace) {
   const auto head = chain(1, 4)[0];
-  const auto tail = block_under(head, {1, 2}), other = block_under(head, {1, 3}), whole = block_under(head, {1, 2, 3, 4});
+  const auto tail = block_under(head, {1, 2}), other = block_under(head, {1, 3});
+  const auto whole = block_under(head, {1, 2, 3, 4});
   const auto tail_of_cat = block_under(head.key, 4, {1, 2}, {{5, 6, namespace_id("cat")}});
   put_chain(*store_, {head, tail, other, tail_of_cat});
   settle();
@@ -458,7 +462,8 @@ TEST_P(StoreContract, AClosedStoreAnswersClosedOrAMiss) {
 
 TEST_P(StoreContract, EmptyRowRangesAndEmptyExtents) {
   const auto block = chain(1, 4)[0];
-  const std::vector<testing::SlotSpec> specs = {{"none", mx::float16, {0, 0, 4}, 1}, {"keys", mx::float16, {2, 0, 4}, 1}};
+  const std::vector<testing::SlotSpec> specs = {{"none", mx::float16, {0, 0, 4}, 1},
+                                                {"keys", mx::float16, {2, 0, 4}, 1}};
   ASSERT_TRUE(put_block(*store_, block, specs).is_ok());
   settle();
   testing::expect_rows(store_->gather(request_for({block}, 0, 4, 9)), {block}, 0, 4, 9, specs);

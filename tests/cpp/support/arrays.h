@@ -18,14 +18,15 @@ namespace prefixcache::testing {
 
 inline const std::vector<mlx::core::Dtype>& all_dtypes() {
   static const std::vector<mlx::core::Dtype> dtypes = {
-      mlx::core::float32, mlx::core::float16, mlx::core::bfloat16, mlx::core::uint8, mlx::core::uint16, mlx::core::uint32,
-      mlx::core::uint64,  mlx::core::int8,    mlx::core::int16,    mlx::core::int32, mlx::core::int64,  mlx::core::bool_};
+      mlx::core::float32, mlx::core::float16, mlx::core::bfloat16, mlx::core::uint8,
+      mlx::core::uint16,  mlx::core::uint32,  mlx::core::uint64,   mlx::core::int8,
+      mlx::core::int16,   mlx::core::int32,   mlx::core::int64,    mlx::core::bool_};
   return dtypes;
 }
 
-inline mlx::core::Shape random_shape(std::mt19937& random, std::size_t rank, int longest = 5) {
+inline mlx::core::Shape random_shape(std::mt19937& random, std::size_t rank, unsigned longest = 5) {
   mlx::core::Shape shape;
-  for (std::size_t d = 0; d < rank; ++d) shape.push_back(1 + static_cast<int>(random() % static_cast<unsigned>(longest)));
+  for (std::size_t d = 0; d < rank; ++d) shape.push_back(1 + static_cast<int>(random() % longest));
   return shape;
 }
 

@@ -80,7 +80,8 @@ inline std::vector<Block> chain(std::size_t count, std::int64_t size, std::uint3
     for (std::size_t t = 0; t < tokens.size(); ++t) {
       tokens[t] = static_cast<std::uint32_t>(mixed(salt * 1000003ull + i * 1009 + t) & 0xffff);
     }
-    blocks.push_back(i == 0 ? block_under(parent, start, std::move(tokens)) : block_under(blocks.back(), std::move(tokens)));
+    const Key before = i == 0 ? parent : blocks.back().key;
+    blocks.push_back(block_under(before, start + static_cast<std::int64_t>(i) * size, std::move(tokens)));
   }
   return blocks;
 }
@@ -92,7 +93,8 @@ inline std::vector<Key> keys_of(const std::vector<Block>& blocks) {
 }
 
 // The bytes of one row of one outer index; of the whole array where there is no sequence axis.
-inline std::vector<std::uint8_t> row_bytes(const SlotSpec& spec, const Key& key, std::size_t outer, std::int64_t position) {
+inline std::vector<std::uint8_t> row_bytes(const SlotSpec& spec, const Key& key, std::size_t outer,
+                                           std::int64_t position) {
   std::size_t size = mlx::core::size_of(spec.dtype);
   for (std::size_t d = static_cast<std::size_t>(spec.seq_axis + 1); d < spec.shape.size(); ++d) {
     size *= static_cast<std::size_t>(spec.shape[d]);
@@ -132,7 +134,8 @@ inline std::vector<std::uint8_t> expected_bytes(const SlotSpec& spec, const std:
   return bytes;
 }
 
-inline mlx::core::array array_of(const SlotSpec& spec, const std::vector<Block>& blocks, std::int64_t lo, std::int64_t hi) {
+inline mlx::core::array array_of(const SlotSpec& spec, const std::vector<Block>& blocks, std::int64_t lo,
+                                 std::int64_t hi) {
   auto shape = spec.shape;
   if (spec.seq_axis != kNoSeqAxis) shape[static_cast<std::size_t>(spec.seq_axis)] = static_cast<int>(hi - lo);
   auto array = make_uninitialised(shape, spec.dtype);
@@ -162,7 +165,8 @@ inline Status put_block(BlockStore& store, const Block& block, const std::vector
   return store.put(request, added);
 }
 
-inline void put_chain(BlockStore& store, const std::vector<Block>& blocks, const std::vector<SlotSpec>& specs = two_slots()) {
+inline void put_chain(BlockStore& store, const std::vector<Block>& blocks,
+                      const std::vector<SlotSpec>& specs = two_slots()) {
   for (const auto& block : blocks) {
     const Status status = put_block(store, block, specs);
     ASSERT_TRUE(status.is_ok()) << status.message();

@@ -1,6 +1,7 @@
 // temp_dir.h: a folder that a test may fill, and what tests do to the files in it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
