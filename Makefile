@@ -34,11 +34,15 @@ dev: $(VENV)/.ready  ## an editable build: Python from the source tree, the exte
 	$(RUN) $(BIN)/pip install -q --no-build-isolation --no-deps -e . -Cbuild-dir=build/dev \
 	  -Ccmake.define.PREFIXCACHE_INPLACE=ON -Ccmake.define.PREFIXCACHE_BUILD_TESTS=ON
 
-lint: $(VENV)/.ready  ## ruff over everything that is Python
+CXX_FILES := $(shell find csrc tests/cpp tests/fuzz examples -name '*.h' -o -name '*.cpp')
+
+lint: $(VENV)/.ready  ## ruff and clang-format over everything
+	@$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	@$(BIN)/ruff check python tests examples benchmarks
 	@$(BIN)/ruff format --check python tests examples benchmarks
 
-format: $(VENV)/.ready  ## put Python into shape
+format: $(VENV)/.ready  ## put everything into shape
+	@$(BIN)/clang-format -i $(CXX_FILES)
 	@$(BIN)/ruff check --fix python tests examples benchmarks
 	@$(BIN)/ruff format python tests examples benchmarks
 

@@ -16,12 +16,8 @@ using namespace nb::literals;
 
 namespace {
 
-nb::list chain_hashes_of(
-    std::string_view name_space,
-    nb::handle tokens,
-    std::int64_t block_size,
-    const std::vector<SaltItem>& salts,
-    const std::vector<ContentItem>& content) {
+nb::list chain_hashes_of(std::string_view name_space, nb::handle tokens, std::int64_t block_size,
+                         const std::vector<SaltItem>& salts, const std::vector<ContentItem>& content) {
   const TokenBuffer all = to_tokens(tokens);
   const std::vector<Salt> whole = to_salts(salts);
   const std::vector<ContentKey> ranges = to_content(content);
@@ -34,8 +30,8 @@ nb::list chain_hashes_of(
   return to_list(keys);
 }
 
-nb::bytes block_key_of(
-    std::string_view name_space, const nb::bytes& parent, nb::handle tokens, const std::vector<ContentItem>& content) {
+nb::bytes block_key_of(std::string_view name_space, const nb::bytes& parent, nb::handle tokens,
+                       const std::vector<ContentItem>& content) {
   const TokenBuffer block = to_tokens(tokens);
   return to_bytes(block_key(namespace_id(name_space), bytes_span(parent), block.span(), to_content(content)));
 }
@@ -69,8 +65,9 @@ void init_block_hash(nb::module_& m) {
         nb::sig("def block_key(namespace: str, parent: bytes, tokens: object, "
                 "content: collections.abc.Sequence[tuple[int, int, bytes]] = ()) -> bytes"),
         "The key of one block. `parent` may be any bytes; `content` is what first applies in this block.");
-  m.def("sha256", [](const nb::bytes& data) { return to_bytes(sha256(bytes_span(data))); }, "data"_a,
-        "SHA-256 of `data`, 32 bytes.");
+  m.def(
+      "sha256", [](const nb::bytes& data) { return to_bytes(sha256(bytes_span(data))); }, "data"_a,
+      "SHA-256 of `data`, 32 bytes.");
   m.def("array_digest", &array_digest_of, "array"_a, "threads"_a = 0,
         "Digest (32 bytes) of dtype, shape and every byte of an array in row-major order, whatever its strides.\n"
         "Not proof against an attacker. threads: 0 is one a core, at most 8; it does not change the digest.");

@@ -34,7 +34,8 @@ Slots make_slots(const nb::list& items) {
                    tuple[2].is_none() ? kNoSeqAxis : nb::cast<int>(tuple[2]), nb::cast<std::int64_t>(tuple[3])};
     if (!tuple[2].is_none() && slot.seq_axis < 0) {
       throw nb::value_error(("slot '" + slot.name + "' has seq_axis " + std::to_string(slot.seq_axis) + " and rank " +
-                             std::to_string(slot.array.ndim())).c_str());
+                             std::to_string(slot.array.ndim()))
+                                .c_str());
     }
     if (!slot.array.is_available()) pending.push_back(slot.array);
     slots.items.push_back(std::move(slot));
@@ -107,9 +108,10 @@ void init_values(nb::module_& m) {
       .def_prop_ro("message", [](const Status& status) { return status.message(); })
       .def("__repr__", [](const Status& s) { return "<Status " + (s.is_ok() ? "ok" : s.message()) + ">"; });
   nb::class_<Slots>(m, "Slots", "Arrays to store from, evaluated on the thread that makes this.")
-      .def("__init__", [](Slots* self, const nb::list& items) { new (self) Slots(make_slots(items)); }, "items"_a,
-           nb::sig("def __init__(self, items: list[tuple[str, mlx.core.array, int | None, int]]) -> None"),
-           "items: (name, array, sequence axis or None, position of the array's first row).");
+      .def(
+          "__init__", [](Slots* self, const nb::list& items) { new (self) Slots(make_slots(items)); }, "items"_a,
+          nb::sig("def __init__(self, items: list[tuple[str, mlx.core.array, int | None, int]]) -> None"),
+          "items: (name, array, sequence axis or None, position of the array's first row).");
   nb::class_<Gathered>(m, "Gathered", "What gather() and load() answer.")
       .def_ro("status", &Gathered::status)
       .def_ro("good", &Gathered::good, "Leading blocks that may be asked for again after a failure.")
@@ -172,8 +174,8 @@ std::pair<Status, std::uint64_t> put(BlockStore& self, const nb::bytes& key, con
   return {std::move(status), added};
 }
 
-Gathered gather(BlockStore& self, const nb::list& keys, std::int64_t row_lo, std::int64_t row_hi,
-                std::int64_t capacity, Part part, std::vector<std::string> slots) {
+Gathered gather(BlockStore& self, const nb::list& keys, std::int64_t row_lo, std::int64_t row_hi, std::int64_t capacity,
+                Part part, std::vector<std::string> slots) {
   GatherRequest request{to_keys(keys), part, row_lo, row_hi, capacity, std::move(slots)};
   nb::gil_scoped_release release;
   return self.gather(request);
@@ -268,17 +270,21 @@ void init_block_store(nb::module_& m) {
            nb::sig("def gather(self, keys: list[bytes], row_lo: int, row_hi: int, capacity: int, part: Part = ..., "
                    "slots: list[str] = []) -> Gathered"),
            "Copies rows of consecutive blocks into fresh arrays of `capacity` rows; spare rows are zero.")
-      .def("load", [](BlockStore& self, const nb::bytes& key, Part part) {
-             const Key wanted = to_key(key, "key");
-             nb::gil_scoped_release release;
-             return self.load(wanted, part);
-           }, "key"_a, "part"_a = Part::kv, "One part as it was put.")
+      .def(
+          "load",
+          [](BlockStore& self, const nb::bytes& key, Part part) {
+            const Key wanted = to_key(key, "key");
+            nb::gil_scoped_release release;
+            return self.load(wanted, part);
+          },
+          "key"_a, "part"_a = Part::kv, "One part as it was put.")
       .def("erase", &erase, "keys"_a, "parts"_a,
            nb::sig("def erase(self, keys: list[bytes], parts: list[Part]) -> Status"), "Forgets parts and their files.")
       .def("clear", &BlockStore::clear, Release(), "Forgets everything of this namespace.")
       .def("flush", &BlockStore::flush, Release(), "Waits for queued writes; the first error since the last flush.")
-      .def("stats", [](const BlockStore& self) { return to_dict(self.stats()); },
-           nb::sig("def stats(self) -> dict[str, int | bool | str]"), "Counters and sizes; see StoreStats.")
+      .def(
+          "stats", [](const BlockStore& self) { return to_dict(self.stats()); },
+          nb::sig("def stats(self) -> dict[str, int | bool | str]"), "Counters and sizes; see StoreStats.")
       .def("close", &BlockStore::close, Release(), "Writes what waits and stops. Safe to call twice.");
 }
 

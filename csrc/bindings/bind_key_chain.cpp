@@ -17,14 +17,8 @@ using namespace nb::literals;
 
 namespace {
 
-void construct(
-    KeyChain* self,
-    std::string_view name_space,
-    const std::vector<SaltItem>& salts,
-    nb::handle tokens,
-    std::int64_t block_size,
-    const std::vector<ContentItem>& content,
-    const KeyChain* previous) {
+void construct(KeyChain* self, std::string_view name_space, const std::vector<SaltItem>& salts, nb::handle tokens,
+               std::int64_t block_size, const std::vector<ContentItem>& content, const KeyChain* previous) {
   KeyChain chain(name_space, to_salts(salts), block_size, to_content(content));
   TokenBuffer all = to_tokens(tokens);
   {
@@ -60,7 +54,8 @@ nb::bytes key(const KeyChain& self, Py_ssize_t i) {
 nb::bytes tail_key(const KeyChain& self) {
   if (self.tail_size() == 0) {
     throw nb::value_error(("no tail: " + std::to_string(self.tokens.size()) + " tokens are whole blocks of " +
-                           std::to_string(self.block_size)).c_str());
+                           std::to_string(self.block_size))
+                              .c_str());
   }
   return to_bytes(self.tail_key());
 }
@@ -86,10 +81,9 @@ TokenBuffer block_tokens(const KeyChain& self, Py_ssize_t i) {
 }  // namespace
 
 void init_key_chain(nb::module_& m) {
-  nb::class_<KeyChain>(
-      m, "KeyChain",
-      "The tokens of one request and the keys of their whole blocks, hashed once without the GIL.\n"
-      "Reading from several threads is fine; extend() needs the chain to itself.")
+  nb::class_<KeyChain>(m, "KeyChain",
+                       "The tokens of one request and the keys of their whole blocks, hashed once without the GIL.\n"
+                       "Reading from several threads is fine; extend() needs the chain to itself.")
       .def("__init__", &construct, "namespace"_a, "salts"_a, "tokens"_a.none(), "block_size"_a,
            "content"_a = nb::list(), "previous"_a.none() = nb::none(),
            nb::sig("def __init__(self, namespace: str, salts: collections.abc.Sequence[tuple[int, bytes]], "
@@ -98,7 +92,8 @@ void init_key_chain(nb::module_& m) {
            "salts: (purpose, canonically encoded value) for the whole request. tokens: what TokenBuffer takes.\n"
            "content: (start, end, 32-byte digest), ranges of tokens in any order; ranges may lie behind the tokens.\n"
            "previous: a chain whose keys are taken over for the leading blocks that are equal.")
-      .def("__len__", [](const KeyChain& self) { return self.keys.size(); }, "The number of whole blocks.")
+      .def(
+          "__len__", [](const KeyChain& self) { return self.keys.size(); }, "The number of whole blocks.")
       .def("extend", &extend, "tokens"_a.none(), nb::sig("def extend(self, tokens: object) -> None"),
            "Adds tokens behind the last one and hashes the blocks that became whole.")
       .def("key", &key, "i"_a, "The key of whole block i. IndexError if there is none.")
@@ -108,18 +103,23 @@ void init_key_chain(nb::module_& m) {
            "The key of block i cut after token `depth` of the sequence. ValueError if that is not in the block.")
       .def("block_tokens", &block_tokens, "i"_a,
            "The tokens of block i, sharing memory. i = len(self) is the tail. IndexError if there is none.")
-      .def("content_of_block",
-           [](const KeyChain& self, Py_ssize_t i) {
-             return from_content(self.content_of_block(checked_block(self, i)));
-           },
-           "i"_a, "The (start, end, digest) that first apply in block i. i = len(self) is the tail.")
-      .def_prop_ro("root", [](const KeyChain& self) { return to_bytes(self.root); },
-                   "The parent of the first block, 32 bytes: namespace and salts.")
-      .def_prop_ro("keys", [](const KeyChain& self) { return to_list(self.keys); },
-                   nb::sig("def keys(self) -> list[bytes]"), "The keys of the whole blocks, 32 bytes each. A new list.")
-      .def_prop_ro("content", [](const KeyChain& self) { return from_content(self.content); },
-                   "All (start, end, digest), sorted.")
-      .def_prop_ro("tokens", [](const KeyChain& self) { return self.tokens; }, "All tokens, sharing memory.")
+      .def(
+          "content_of_block",
+          [](const KeyChain& self, Py_ssize_t i) {
+            return from_content(self.content_of_block(checked_block(self, i)));
+          },
+          "i"_a, "The (start, end, digest) that first apply in block i. i = len(self) is the tail.")
+      .def_prop_ro(
+          "root", [](const KeyChain& self) { return to_bytes(self.root); },
+          "The parent of the first block, 32 bytes: namespace and salts.")
+      .def_prop_ro(
+          "keys", [](const KeyChain& self) { return to_list(self.keys); }, nb::sig("def keys(self) -> list[bytes]"),
+          "The keys of the whole blocks, 32 bytes each. A new list.")
+      .def_prop_ro(
+          "content", [](const KeyChain& self) { return from_content(self.content); },
+          "All (start, end, digest), sorted.")
+      .def_prop_ro(
+          "tokens", [](const KeyChain& self) { return self.tokens; }, "All tokens, sharing memory.")
       .def_ro("block_size", &KeyChain::block_size);
 }
 

@@ -28,7 +28,9 @@ inline std::span<const std::uint8_t> bytes_span(const nanobind::bytes& bytes) {
   return {static_cast<const std::uint8_t*>(bytes.data()), bytes.size()};
 }
 
-inline nanobind::bytes to_bytes(const Key& key) { return nanobind::bytes(key.bytes.data(), key.bytes.size()); }
+inline nanobind::bytes to_bytes(const Key& key) {
+  return nanobind::bytes(key.bytes.data(), key.bytes.size());
+}
 
 // `what` names the argument in the error.
 Key to_key(const nanobind::bytes& bytes, const char* what);

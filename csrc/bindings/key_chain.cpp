@@ -7,11 +7,8 @@
 
 namespace prefixcache::bindings {
 
-KeyChain::KeyChain(
-    std::string_view name_space_text,
-    std::span<const Salt> salts,
-    std::int64_t block_size,
-    std::vector<ContentKey> content)
+KeyChain::KeyChain(std::string_view name_space_text, std::span<const Salt> salts, std::int64_t block_size,
+                   std::vector<ContentKey> content)
     : name_space(namespace_id(name_space_text)),
       root(chain_root(name_space, salts)),
       block_size(block_size),
@@ -37,9 +34,9 @@ void KeyChain::assign(TokenBuffer all, const KeyChain* previous) {
 
 void KeyChain::hash_new_blocks() {
   const std::size_t done = keys.size();
-  const std::vector<Key> fresh = chain_hashes(
-      name_space, parent(done), tokens.span().subspan(done * static_cast<std::size_t>(block_size)), block_size, content,
-      static_cast<std::int64_t>(done));
+  const std::vector<Key> fresh =
+      chain_hashes(name_space, parent(done), tokens.span().subspan(done * static_cast<std::size_t>(block_size)),
+                   block_size, content, static_cast<std::int64_t>(done));
   keys.insert(keys.end(), fresh.begin(), fresh.end());
 }
 

@@ -72,7 +72,8 @@ std::size_t checked_index(const TokenBuffer& tokens, Py_ssize_t index) {
 TokenBuffer checked_slice(const TokenBuffer& tokens, Py_ssize_t lo, Py_ssize_t hi) {
   if (lo < 0 || lo > hi || hi > static_cast<Py_ssize_t>(tokens.size())) {
     throw nb::value_error(("slice [" + std::to_string(lo) + ", " + std::to_string(hi) + ") is not within the " +
-                           std::to_string(tokens.size()) + " tokens").c_str());
+                           std::to_string(tokens.size()) + " tokens")
+                              .c_str());
   }
   return tokens.slice(static_cast<std::size_t>(lo), static_cast<std::size_t>(hi));
 }
@@ -89,7 +90,9 @@ nb::list to_list(const TokenBuffer& tokens) {
   return list;
 }
 
-bool equal(const TokenBuffer& a, const TokenBuffer& b) { return std::ranges::equal(a.span(), b.span()); }
+bool equal(const TokenBuffer& a, const TokenBuffer& b) {
+  return std::ranges::equal(a.span(), b.span());
+}
 
 extern "C" int get_buffer(PyObject* self, Py_buffer* view, int flags) {
   const auto& tokens = *nb::inst_ptr<TokenBuffer>(self);
@@ -111,12 +114,13 @@ extern "C" int get_buffer(PyObject* self, Py_buffer* view, int flags) {
   return 0;
 }
 
-extern "C" void release_buffer(PyObject*, Py_buffer* view) { delete static_cast<Py_ssize_t*>(view->internal); }
+extern "C" void release_buffer(PyObject*, Py_buffer* view) {
+  delete static_cast<Py_ssize_t*>(view->internal);
+}
 
-PyType_Slot buffer_slots[] = {
-    {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
-    {Py_bf_releasebuffer, reinterpret_cast<void*>(release_buffer)},
-    {0, nullptr}};
+PyType_Slot buffer_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
+                              {Py_bf_releasebuffer, reinterpret_cast<void*>(release_buffer)},
+                              {0, nullptr}};
 
 }  // namespace
 
@@ -125,31 +129,35 @@ void init_token_buffer(nb::module_& m) {
       m, "TokenBuffer", nb::type_slots(buffer_slots),
       "Tokens as contiguous unsigned 32-bit integers. Never changes; slices share its memory; any thread may read it.\n"
       "It has the buffer protocol (format 'I', one dimension, read-only).");
-  cls.def("__init__", [](TokenBuffer* self, nb::handle tokens) { new (self) TokenBuffer(to_tokens(tokens)); },
-          "tokens"_a.none(), nb::sig("def __init__(self, tokens: object) -> None"),
-          "Takes a list, tuple or other sequence of integers, an MLX integer array, or a one-dimensional buffer of\n"
-          "integers (array.array, numpy, memoryview; any stride). ValueError names a token that is negative or above\n"
-          "2**32 - 1 and its position; TypeError names what is not an integer.");
+  cls.def(
+      "__init__", [](TokenBuffer* self, nb::handle tokens) { new (self) TokenBuffer(to_tokens(tokens)); },
+      "tokens"_a.none(), nb::sig("def __init__(self, tokens: object) -> None"),
+      "Takes a list, tuple or other sequence of integers, an MLX integer array, or a one-dimensional buffer of\n"
+      "integers (array.array, numpy, memoryview; any stride). ValueError names a token that is negative or above\n"
+      "2**32 - 1 and its position; TypeError names what is not an integer.");
   cls.def("__len__", &TokenBuffer::size);
-  cls.def("__getitem__", [](const TokenBuffer& self, Py_ssize_t i) { return self.data()[checked_index(self, i)]; },
-          "index"_a);
-  cls.def("__eq__", [](const TokenBuffer& self, const TokenBuffer& other) { return equal(self, other); },
-          nb::is_operator(), nb::sig("def __eq__(self, other: object, /) -> bool"));
+  cls.def(
+      "__getitem__", [](const TokenBuffer& self, Py_ssize_t i) { return self.data()[checked_index(self, i)]; },
+      "index"_a);
+  cls.def(
+      "__eq__", [](const TokenBuffer& self, const TokenBuffer& other) { return equal(self, other); }, nb::is_operator(),
+      nb::sig("def __eq__(self, other: object, /) -> bool"));
   cls.def("__hash__", [](const TokenBuffer& self) {
     return std::hash<std::string_view>{}({reinterpret_cast<const char*>(self.data()), self.span().size_bytes()});
   });
   cls.def("slice", &checked_slice, "lo"_a, "hi"_a, "Tokens [lo, hi), sharing memory. ValueError outside of 0..len.");
-  cls.def("tobytes",
-          [](const TokenBuffer& self) { return nb::bytes(self.data(), self.size() * sizeof(std::uint32_t)); },
-          "The tokens as bytes, four each, in the machine's order.");
+  cls.def(
+      "tobytes", [](const TokenBuffer& self) { return nb::bytes(self.data(), self.size() * sizeof(std::uint32_t)); },
+      "The tokens as bytes, four each, in the machine's order.");
   cls.def("tolist", &to_list, nb::sig("def tolist(self) -> list[int]"));
-  cls.def("common_prefix",
-          [](const TokenBuffer& self, nb::handle other, Py_ssize_t start) {
-            if (start < 0) throw nb::value_error(("start must not be negative: " + std::to_string(start)).c_str());
-            return self.common_run(to_tokens(other), static_cast<std::size_t>(start));
-          },
-          "other"_a.none(), "start"_a = 0, nb::sig("def common_prefix(self, other: object, start: int = 0) -> int"),
-          "How many tokens are equal from position `start` of both on.");
+  cls.def(
+      "common_prefix",
+      [](const TokenBuffer& self, nb::handle other, Py_ssize_t start) {
+        if (start < 0) throw nb::value_error(("start must not be negative: " + std::to_string(start)).c_str());
+        return self.common_run(to_tokens(other), static_cast<std::size_t>(start));
+      },
+      "other"_a.none(), "start"_a = 0, nb::sig("def common_prefix(self, other: object, start: int = 0) -> int"),
+      "How many tokens are equal from position `start` of both on.");
 }
 
 }  // namespace prefixcache::bindings

@@ -22,15 +22,17 @@ constexpr std::uint64_t kLargestToken = std::numeric_limits<std::uint32_t>::max(
 constexpr Py_ssize_t kAhead = 16;
 
 [[noreturn]] void bad_token(const std::string& value, std::size_t position) {
-  throw nb::value_error(("token " + value + " at position " + std::to_string(position) +
-                         " is outside of 0..4294967295").c_str());
+  throw nb::value_error(
+      ("token " + value + " at position " + std::to_string(position) + " is outside of 0..4294967295").c_str());
 }
 
 [[noreturn]] void bad_tokens(const std::string& what) {
   throw nb::type_error(("tokens must be a one-dimensional sequence or array of integers, not " + what).c_str());
 }
 
-std::string python_type(nb::handle object) { return Py_TYPE(object.ptr())->tp_name; }
+std::string python_type(nb::handle object) {
+  return Py_TYPE(object.ptr())->tp_name;
+}
 
 // The value of an exact int that fits a token, or -1 for any other int. Reads the digits without a call.
 inline std::int64_t small_int(PyObject* object) {
@@ -56,15 +58,15 @@ std::string int_text(PyObject* number) {
 // One element that is no small exact int. May run Python code.
 std::uint32_t token_of(nb::handle item, std::size_t position) {
   if (PyBool_Check(item.ptr()) || !PyIndex_Check(item.ptr())) {
-    throw nb::type_error(("token at position " + std::to_string(position) + " must be an integer, not " +
-                          python_type(item)).c_str());
+    throw nb::type_error(
+        ("token at position " + std::to_string(position) + " must be an integer, not " + python_type(item)).c_str());
   }
   nb::object number = nb::steal(PyNumber_Index(item.ptr()));
   if (!number.is_valid()) {
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw nb::python_error();
     PyErr_Clear();
-    throw nb::type_error(("token at position " + std::to_string(position) + " must be an integer, not " +
-                          python_type(item)).c_str());
+    throw nb::type_error(
+        ("token at position " + std::to_string(position) + " must be an integer, not " + python_type(item)).c_str());
   }
   int overflow = 0;
   const long long value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
@@ -135,19 +137,23 @@ TokenBuffer from_items(const std::uint8_t* data, std::ptrdiff_t stride, std::siz
 }
 
 // `stride` in bytes.
-TokenBuffer from_integers(
-    const void* data, bool is_signed, std::size_t item_size, std::ptrdiff_t stride, std::size_t count) {
+TokenBuffer from_integers(const void* data, bool is_signed, std::size_t item_size, std::ptrdiff_t stride,
+                          std::size_t count) {
   const auto* bytes = static_cast<const std::uint8_t*>(data);
   switch (item_size) {
-    case 1: return is_signed ? from_items<std::int8_t>(bytes, stride, count)
-                             : from_items<std::uint8_t>(bytes, stride, count);
-    case 2: return is_signed ? from_items<std::int16_t>(bytes, stride, count)
-                             : from_items<std::uint16_t>(bytes, stride, count);
-    case 4: return is_signed ? from_items<std::int32_t>(bytes, stride, count)
-                             : from_items<std::uint32_t>(bytes, stride, count);
-    case 8: return is_signed ? from_items<std::int64_t>(bytes, stride, count)
-                             : from_items<std::uint64_t>(bytes, stride, count);
-    default: bad_tokens("integers of " + std::to_string(item_size) + " bytes");
+    case 1:
+      return is_signed ? from_items<std::int8_t>(bytes, stride, count) : from_items<std::uint8_t>(bytes, stride, count);
+    case 2:
+      return is_signed ? from_items<std::int16_t>(bytes, stride, count)
+                       : from_items<std::uint16_t>(bytes, stride, count);
+    case 4:
+      return is_signed ? from_items<std::int32_t>(bytes, stride, count)
+                       : from_items<std::uint32_t>(bytes, stride, count);
+    case 8:
+      return is_signed ? from_items<std::int64_t>(bytes, stride, count)
+                       : from_items<std::uint64_t>(bytes, stride, count);
+    default:
+      bad_tokens("integers of " + std::to_string(item_size) + " bytes");
   }
 }
 

@@ -34,14 +34,14 @@ struct RowCopy {
  private:
   void copy_strip(std::uint8_t* to, const std::uint8_t* from) const;
 
-  mlx::core::Shape shape_;       // of the rows taken
-  mlx::core::Strides strides_;   // in bytes
+  mlx::core::Shape shape_;      // of the rows taken
+  mlx::core::Strides strides_;  // in bytes
   const std::uint8_t* base_;
   std::size_t item_;
   std::size_t outer_ = 1;
   std::size_t strip_bytes_ = 0;
   int axis_;
-  int contiguous_from_;          // dimensions from here on are one run of bytes
+  int contiguous_from_;  // dimensions from here on are one run of bytes
   std::size_t run_bytes_;
 };
 

@@ -23,9 +23,8 @@ RowCopy::RowCopy(const mlx::core::array& source, int axis, std::int64_t lo, std:
 
   run_bytes_ = item_;
   contiguous_from_ = rank;
-  while (contiguous_from_ > axis_ &&
-         (shape_[contiguous_from_ - 1] == 1 ||
-          strides_[contiguous_from_ - 1] == static_cast<std::int64_t>(run_bytes_))) {
+  while (contiguous_from_ > axis_ && (shape_[contiguous_from_ - 1] == 1 ||
+                                      strides_[contiguous_from_ - 1] == static_cast<std::int64_t>(run_bytes_))) {
     --contiguous_from_;
     run_bytes_ *= static_cast<std::size_t>(shape_[contiguous_from_]);
   }

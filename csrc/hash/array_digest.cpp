@@ -28,20 +28,34 @@ using ChunkDigest = std::array<std::uint8_t, 16>;
 // MLX may renumber its dtypes; names stay.
 std::string_view dtype_name(mx::Dtype dtype) {
   switch (dtype.val()) {
-    case mx::Dtype::Val::bool_: return "bool";
-    case mx::Dtype::Val::uint8: return "uint8";
-    case mx::Dtype::Val::uint16: return "uint16";
-    case mx::Dtype::Val::uint32: return "uint32";
-    case mx::Dtype::Val::uint64: return "uint64";
-    case mx::Dtype::Val::int8: return "int8";
-    case mx::Dtype::Val::int16: return "int16";
-    case mx::Dtype::Val::int32: return "int32";
-    case mx::Dtype::Val::int64: return "int64";
-    case mx::Dtype::Val::float16: return "float16";
-    case mx::Dtype::Val::float32: return "float32";
-    case mx::Dtype::Val::float64: return "float64";
-    case mx::Dtype::Val::bfloat16: return "bfloat16";
-    case mx::Dtype::Val::complex64: return "complex64";
+    case mx::Dtype::Val::bool_:
+      return "bool";
+    case mx::Dtype::Val::uint8:
+      return "uint8";
+    case mx::Dtype::Val::uint16:
+      return "uint16";
+    case mx::Dtype::Val::uint32:
+      return "uint32";
+    case mx::Dtype::Val::uint64:
+      return "uint64";
+    case mx::Dtype::Val::int8:
+      return "int8";
+    case mx::Dtype::Val::int16:
+      return "int16";
+    case mx::Dtype::Val::int32:
+      return "int32";
+    case mx::Dtype::Val::int64:
+      return "int64";
+    case mx::Dtype::Val::float16:
+      return "float16";
+    case mx::Dtype::Val::float32:
+      return "float32";
+    case mx::Dtype::Val::float64:
+      return "float64";
+    case mx::Dtype::Val::bfloat16:
+      return "bfloat16";
+    case mx::Dtype::Val::complex64:
+      return "complex64";
   }
   throw std::invalid_argument("dtype number " + std::to_string(static_cast<int>(dtype.val())) + " is not known");
 }
@@ -116,8 +130,7 @@ Key array_digest(const mx::array& array, int threads) {
   sha.update(hash::as_bytes(dtype));
   hash::add_le(sha, static_cast<std::uint32_t>(view.shape.size()));
   for (const std::int64_t extent : view.shape) hash::add_le(sha, extent);
-  for (const ChunkDigest& digest :
-       chunk_digests(view, evaluated.nbytes(), evaluated.flags().row_contiguous, threads)) {
+  for (const ChunkDigest& digest : chunk_digests(view, evaluated.nbytes(), evaluated.flags().row_contiguous, threads)) {
     sha.update(digest);
   }
   return sha.finish();

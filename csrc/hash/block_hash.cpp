@@ -43,9 +43,8 @@ std::uint32_t checked_length(std::size_t size, const char* what) {
 std::vector<ContentKey> canonical(std::span<const ContentKey> content) {
   for (const ContentKey& key : content) {
     if (key.start < 0 || key.end <= key.start) {
-      throw std::invalid_argument(
-          "content range [" + std::to_string(key.start) + ", " + std::to_string(key.end) +
-          ") must not be empty and must not begin below 0");
+      throw std::invalid_argument("content range [" + std::to_string(key.start) + ", " + std::to_string(key.end) +
+                                  ") must not be empty and must not begin below 0");
     }
   }
   std::vector<ContentKey> sorted(content.begin(), content.end());
@@ -64,10 +63,8 @@ class BlockHasher {
   }
 
   // `content` is canonical.
-  Key operator()(
-      std::span<const std::uint8_t> parent,
-      std::span<const std::uint32_t> tokens,
-      std::span<const ContentKey> content) const {
+  Key operator()(std::span<const std::uint8_t> parent, std::span<const std::uint32_t> tokens,
+                 std::span<const ContentKey> content) const {
     Sha256 sha = midstate_;
     hash::add_le(sha, checked_length(parent.size(), "parent"));
     sha.update(parent);
@@ -145,11 +142,8 @@ Key chain_root(const Key& namespace_id, std::span<const Salt> salts) {
   return sha.finish();
 }
 
-Key block_key(
-    const Key& namespace_id,
-    std::span<const std::uint8_t> parent,
-    std::span<const std::uint32_t> tokens,
-    std::span<const ContentKey> content) {
+Key block_key(const Key& namespace_id, std::span<const std::uint8_t> parent, std::span<const std::uint32_t> tokens,
+              std::span<const ContentKey> content) {
   return BlockHasher(namespace_id)(parent, tokens, canonical(content));
 }
 
@@ -161,13 +155,8 @@ std::vector<ContentKey> content_of_block(std::span<const ContentKey> content, st
   return canonical(first_here);
 }
 
-std::vector<Key> chain_hashes(
-    const Key& namespace_id,
-    const Key& parent,
-    std::span<const std::uint32_t> tokens,
-    std::int64_t block_size,
-    std::span<const ContentKey> content,
-    std::int64_t first_block) {
+std::vector<Key> chain_hashes(const Key& namespace_id, const Key& parent, std::span<const std::uint32_t> tokens,
+                              std::int64_t block_size, std::span<const ContentKey> content, std::int64_t first_block) {
   if (block_size < 1) {
     throw std::invalid_argument("block_size must be at least 1, not " + std::to_string(block_size));
   }

@@ -23,7 +23,9 @@ const Xxh3Backend& backend() {
 
 }  // namespace
 
-std::uint64_t xxh3_64(std::span<const std::uint8_t> data) { return backend().hash64(data.data(), data.size()); }
+std::uint64_t xxh3_64(std::span<const std::uint8_t> data) {
+  return backend().hash64(data.data(), data.size());
+}
 
 std::array<std::uint8_t, 16> xxh3_128(std::span<const std::uint8_t> data) {
   std::array<std::uint8_t, 16> digest;
@@ -35,7 +37,9 @@ struct Xxh3Stream::State {
   XXH3_state_t xxh;
 };
 
-Xxh3Stream::Xxh3Stream() : state_(std::make_unique<State>()) { XXH3_64bits_reset(&state_->xxh); }
+Xxh3Stream::Xxh3Stream() : state_(std::make_unique<State>()) {
+  XXH3_64bits_reset(&state_->xxh);
+}
 
 Xxh3Stream::~Xxh3Stream() = default;
 
@@ -43,6 +47,8 @@ void Xxh3Stream::update(std::span<const std::uint8_t> data) {
   backend().update(&state_->xxh, data.data(), data.size());
 }
 
-std::uint64_t Xxh3Stream::digest() const { return backend().digest(&state_->xxh); }
+std::uint64_t Xxh3Stream::digest() const {
+  return backend().digest(&state_->xxh);
+}
 
 }  // namespace prefixcache::hash

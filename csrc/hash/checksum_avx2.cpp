@@ -5,7 +5,9 @@
 
 namespace prefixcache::hash {
 
-const Xxh3Backend* xxh3_avx2_backend() { return &kBackend; }
+const Xxh3Backend* xxh3_avx2_backend() {
+  return &kBackend;
+}
 
 }  // namespace prefixcache::hash
 
@@ -15,7 +17,9 @@ const Xxh3Backend* xxh3_avx2_backend() { return &kBackend; }
 
 namespace prefixcache::hash {
 
-const Xxh3Backend* xxh3_avx2_backend() { return nullptr; }
+const Xxh3Backend* xxh3_avx2_backend() {
+  return nullptr;
+}
 
 }  // namespace prefixcache::hash
 

@@ -21,11 +21,16 @@ void copy_run(const StridedView& view, const std::uint8_t* from, std::int64_t st
     return;
   }
   switch (view.item_size) {
-    case 1: return copy_items<1>(from, step, count, to);
-    case 2: return copy_items<2>(from, step, count, to);
-    case 4: return copy_items<4>(from, step, count, to);
-    case 8: return copy_items<8>(from, step, count, to);
-    default: return copy_items<16>(from, step, count, to);
+    case 1:
+      return copy_items<1>(from, step, count, to);
+    case 2:
+      return copy_items<2>(from, step, count, to);
+    case 4:
+      return copy_items<4>(from, step, count, to);
+    case 8:
+      return copy_items<8>(from, step, count, to);
+    default:
+      return copy_items<16>(from, step, count, to);
   }
 }
 

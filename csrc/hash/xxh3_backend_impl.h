@@ -9,7 +9,9 @@
 namespace prefixcache::hash {
 
 // Internal linkage: each file keeps its own copy, compiled with its own flags.
-static uint64_t backend_hash64(const void* data, size_t size) { return XXH3_64bits(data, size); }
+static uint64_t backend_hash64(const void* data, size_t size) {
+  return XXH3_64bits(data, size);
+}
 
 static void backend_hash128(const void* data, size_t size, unsigned char* out) {
   XXH128_canonical_t canonical;

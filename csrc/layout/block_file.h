@@ -62,12 +62,8 @@ std::string encode_header(const PartHeader& header);
 // guess, so a second NotFound may follow). Checks the header's own checksum, then that it is spelled as encode_header
 // spells it, that tensors fill the file without overlap or hole, and every field's range. It does not read tensors:
 // their digests are for the caller to compare. Returns: Ok; NotFound; Corrupt. Sets `out` and `data_offset` only on Ok.
-Status parse_header(
-    std::span<const std::uint8_t> prefix,
-    std::uint64_t file_size,
-    PartHeader& out,
-    std::uint64_t& data_offset,
-    std::uint64_t& needed);
+Status parse_header(std::span<const std::uint8_t> prefix, std::uint64_t file_size, PartHeader& out,
+                    std::uint64_t& data_offset, std::uint64_t& needed);
 
 // File names: <64 hex key>-<16 hex parent>-<depth>.<part>.safetensors. Throws std::invalid_argument for a depth below
 // 1.

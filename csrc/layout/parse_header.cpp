@@ -192,12 +192,8 @@ Status parse_whole(std::span<const std::uint8_t> bytes, std::uint64_t data_in_fi
 
 }  // namespace
 
-Status parse_header(
-    std::span<const std::uint8_t> prefix,
-    std::uint64_t file_size,
-    PartHeader& out,
-    std::uint64_t& data_offset,
-    std::uint64_t& needed) {
+Status parse_header(std::span<const std::uint8_t> prefix, std::uint64_t file_size, PartHeader& out,
+                    std::uint64_t& data_offset, std::uint64_t& needed) {
   if (file_size < text::kLengthBytes) return corrupt("a file of " + std::to_string(file_size) + " bytes has no header");
   if (prefix.size() < text::kLengthBytes) {
     needed = std::min(file_size, kFirstRead);

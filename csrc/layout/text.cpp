@@ -21,9 +21,12 @@ std::size_t utf8_sequence(std::string_view text) {
   unsigned char low = 0x80;
   unsigned char high = 0xbf;
   if (lead < 0x80) return 1;
-  if (lead >= 0xc2 && lead <= 0xdf) length = 2;
-  else if (lead >= 0xe0 && lead <= 0xef) length = 3;
-  else if (lead >= 0xf0 && lead <= 0xf4) length = 4;
+  if (lead >= 0xc2 && lead <= 0xdf)
+    length = 2;
+  else if (lead >= 0xe0 && lead <= 0xef)
+    length = 3;
+  else if (lead >= 0xf0 && lead <= 0xf4)
+    length = 4;
   if (length == 0 || text.size() < length) return 0;
   if (lead == 0xe0) low = 0xa0;
   if (lead == 0xed) high = 0x9f;
@@ -186,8 +189,10 @@ std::string_view Cursor::json_string(std::string& storage) {
       escaped = true;
       storage.assign(text_.substr(start, position_ - start));
     }
-    if (c == '\\') storage += unescape();
-    else if (escaped) storage += c;
+    if (c == '\\')
+      storage += unescape();
+    else if (escaped)
+      storage += c;
   }
   fail("a string without an end");
 }

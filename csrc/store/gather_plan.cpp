@@ -188,7 +188,8 @@ Status GatherPlan::copy(const Slot& slot, std::size_t block, Verify verify) cons
   const Source& source = sources_[block];
   const std::size_t index = slot.tensors[block];
   const auto& tensor = source.header().tensors[index];
-  if (source.image) return copy_bytes(slot, block, source.image->data().subspan(tensor.offset, tensor.nbytes), {}, false);
+  if (source.image)
+    return copy_bytes(slot, block, source.image->data().subspan(tensor.offset, tensor.nbytes), {}, false);
 
   PartFile& file = *source.file;
   const bool check = verify == Verify::always || (verify == Verify::first && !file.verified(index));
@@ -228,7 +229,8 @@ Status GatherPlan::copy_bytes(const Slot& slot, std::size_t block, std::span<con
         continue;
       }
       sum.update({from, skip});
-      for (std::size_t at = 0, run = first_run(to, size); at < size; at += run, run = std::min(kCheckedRun, size - at)) {
+      for (std::size_t at = 0, run = first_run(to, size); at < size;
+           at += run, run = std::min(kCheckedRun, size - at)) {
         gather::copy_streaming_and_keep(to + at, kept, from + skip + at, run);
         // Of the copy, not of the source: what is handed out is what was checked.
         sum.update({kept, run});

@@ -23,7 +23,7 @@ struct BlockRows {
   std::int64_t count = 0;    // rows stored
   std::int64_t take_lo = 0;  // rows taken, counted from its first
   std::int64_t take_hi = 0;
-  std::int64_t place = 0;    // row of the result where they go
+  std::int64_t place = 0;  // row of the result where they go
 };
 
 class GatherPlan {
@@ -51,8 +51,8 @@ class GatherPlan {
     std::size_t outer = 1;
     std::size_t row_bytes = 0;  // of one row of one outer index; the whole tensor if there is no sequence axis
     std::int64_t capacity = 1;
-    std::int64_t rows = 1;              // filled
-    std::vector<std::size_t> tensors;   // of each block
+    std::int64_t rows = 1;             // filled
+    std::vector<std::size_t> tensors;  // of each block
     std::uint8_t* data = nullptr;
   };
 

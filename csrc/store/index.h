@@ -46,9 +46,9 @@ struct PartRecord {
   // Positions of the rows; unknown (-1) until the header of a file found on disk is read.
   std::int64_t row_lo = -1;
   std::int64_t row_hi = -1;
-  std::shared_ptr<Image> image;     // in RAM, or waiting to be written
-  std::shared_ptr<PartFile> file;   // open, once it was read
-  bool waiting = false;             // queued for the writer: the image must stay
+  std::shared_ptr<Image> image;    // in RAM, or waiting to be written
+  std::shared_ptr<PartFile> file;  // open, once it was read
+  bool waiting = false;            // queued for the writer: the image must stay
   bool on_disk = false;
   std::uint64_t file_bytes = 0;
   bool in_ram_order = false;

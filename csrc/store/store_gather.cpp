@@ -93,9 +93,8 @@ Gathered StoreImpl::gather(const GatherRequest& request) {
   // Files that were not read yet are opened side by side.
   std::vector<Source> sources(request.keys.size());
   std::vector<Status> found(request.keys.size());
-  threads_.parallel_for(sources.size(), [&](std::size_t i) {
-    found[i] = source_of(request.keys[i], request.part, sources[i]);
-  });
+  threads_.parallel_for(sources.size(),
+                        [&](std::size_t i) { found[i] = source_of(request.keys[i], request.part, sources[i]); });
   const auto fail = [&](std::size_t block, const Status& status) {
     result.status = status;
     result.good = block;

@@ -39,9 +39,9 @@ const Options& checked(const Options& options) {
   if (options.directory.empty() && options.write != WritePolicy::ram_only) {
     refuse("directory", "''", "a path (only ram_only works without one)");
   }
-  for (const auto& [field, value] : {std::pair{"ram_bytes", options.ram_bytes},
-                                     std::pair{"disk_bytes", options.disk_bytes},
-                                     std::pair{"queue_bytes", options.queue_bytes}}) {
+  for (const auto& [field, value] :
+       {std::pair{"ram_bytes", options.ram_bytes}, std::pair{"disk_bytes", options.disk_bytes},
+        std::pair{"queue_bytes", options.queue_bytes}}) {
     if (value > kMostBytes) refuse(field, std::to_string(value), "at most 2^60 bytes");
   }
   for (const auto& [field, value] : {std::pair{"put_wait_seconds", options.put_wait_seconds},

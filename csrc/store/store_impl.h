@@ -31,8 +31,7 @@ class StoreImpl : public BlockStore {
   const Options& options() const override { return options_; }
   Status put(const PutRequest& request, std::uint64_t* added) override;
   std::vector<Presence> presence(std::span<const Key> keys) const override;
-  std::size_t longest_prefix(
-      std::span<const Key> keys, const Key& root, std::int64_t block_size, Part part) override;
+  std::size_t longest_prefix(std::span<const Key> keys, const Key& root, std::int64_t block_size, Part part) override;
   std::vector<Child> children(const Key& parent) override;
   ChildMatch longest_child(const Key& parent, std::int64_t start, std::span<const std::uint32_t> tokens,
                            std::span<const ContentKey> content, Part part) override;

@@ -14,8 +14,8 @@ constexpr std::size_t kMostChildren = 64;
 std::int64_t common_rows(const BlockText& child, std::int64_t start, std::span<const std::uint32_t> tokens,
                          std::span<const ContentKey> content) {
   const std::size_t most = std::min(child.tokens.size(), tokens.size());
-  const auto differs = std::mismatch(child.tokens.begin(), child.tokens.begin() + static_cast<std::ptrdiff_t>(most),
-                                     tokens.begin());
+  const auto differs =
+      std::mismatch(child.tokens.begin(), child.tokens.begin() + static_cast<std::ptrdiff_t>(most), tokens.begin());
   auto rows = static_cast<std::int64_t>(differs.first - child.tokens.begin());
   const auto end = start + static_cast<std::int64_t>(child.tokens.size());
   const std::vector<ContentKey> ours = content_of_block(content, start, end);
@@ -47,8 +47,7 @@ std::vector<Presence> StoreImpl::presence(std::span<const Key> keys) const {
   return result;
 }
 
-std::size_t StoreImpl::longest_prefix(
-    std::span<const Key> keys, const Key& root, std::int64_t block_size, Part part) {
+std::size_t StoreImpl::longest_prefix(std::span<const Key> keys, const Key& root, std::int64_t block_size, Part part) {
   if (block_size < 1) {
     throw std::invalid_argument("[BlockStore::longest_prefix] block_size is " + std::to_string(block_size) +
                                 ", expected 1 or more");
@@ -144,7 +143,8 @@ ChildMatch StoreImpl::longest_child(const Key& parent, std::int64_t start, std::
     const auto text = text_of(key, parent, part);
     if (text == nullptr || depth != start + static_cast<std::int64_t>(text->tokens.size())) continue;
     const std::int64_t rows = common_rows(*text, start, tokens, content);
-    if (rows > best.rows || best.block_rows == 0) best = {key, depth, rows, static_cast<std::int64_t>(text->tokens.size())};
+    if (rows > best.rows || best.block_rows == 0)
+      best = {key, depth, rows, static_cast<std::int64_t>(text->tokens.size())};
   }
   return best;
 }

@@ -173,8 +173,8 @@ bool StoreImpl::already_there(const PutRequest& request) {
   Lock lock(mutex_);
   const PartRecord* record = index_.find(request.key, request.part);
   const bool there = record != nullptr
-      ? record->row_lo < 0 || (record->row_lo <= request.row_lo && record->row_hi >= request.row_hi)
-      : contained_in_sibling(request);
+                         ? record->row_lo < 0 || (record->row_lo <= request.row_lo && record->row_hi >= request.row_hi)
+                         : contained_in_sibling(request);
   if (there) ++stats_.put_existing;
   return there;
 }
@@ -338,8 +338,8 @@ Status StoreImpl::write_file(Image& image, std::string& temp, std::uint64_t& fil
   const std::string header = layout::encode_header(image.header);
   file_bytes = header.size() + data.size();
   if (Status status = make_disk_room(image.header, file_bytes); !status.is_ok()) return status;
-  const std::span<const std::uint8_t> pieces[] = {
-      {reinterpret_cast<const std::uint8_t*>(header.data()), header.size()}, data};
+  const std::span<const std::uint8_t> pieces[] = {{reinterpret_cast<const std::uint8_t*>(header.data()), header.size()},
+                                                  data};
   const auto& h = image.header;
   return directory_->write({h.key, layout::parent_prefix(h.parent), h.depth, h.part}, pieces, temp);
 }

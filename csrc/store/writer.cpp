@@ -114,7 +114,9 @@ void Writer::run() {
     lock.lock();
     reserved_ -= bytes;
     ++finished_;
-    if (!status.is_ok() && first_error_.is_ok()) first_error_ = std::move(status);
+    // Reaching the disk cap is no error: it is what the cap is for.
+    const bool failed = !status.is_ok() && status.code() != StatusCode::Full;
+    if (failed && first_error_.is_ok()) first_error_ = std::move(status);
     done_.notify_all();
   }
 }

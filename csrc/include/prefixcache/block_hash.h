@@ -70,26 +70,19 @@ PREFIXCACHE_API Key chain_root(const Key& namespace_id, std::span<const Salt> sa
 
 // The key of one block. `parent` may be any bytes; `content` holds the content keys that first apply in this block, in
 // any order.
-PREFIXCACHE_API Key block_key(
-    const Key& namespace_id,
-    std::span<const std::uint8_t> parent,
-    std::span<const std::uint32_t> tokens,
-    std::span<const ContentKey> content = {});
+PREFIXCACHE_API Key block_key(const Key& namespace_id, std::span<const std::uint8_t> parent,
+                              std::span<const std::uint32_t> tokens, std::span<const ContentKey> content = {});
 
 // The content keys that first apply in the block of tokens [lo, hi), sorted: those with start in [lo, hi).
-PREFIXCACHE_API std::vector<ContentKey>
-content_of_block(std::span<const ContentKey> content, std::int64_t lo, std::int64_t hi);
+PREFIXCACHE_API std::vector<ContentKey> content_of_block(std::span<const ContentKey> content, std::int64_t lo,
+                                                         std::int64_t hi);
 
 // The keys of all whole blocks of `tokens`, in order: tokens.size() / block_size of them. `first_block` and `parent`
 // continue a chain: `tokens` then begins at token first_block * block_size of the sequence, and `content` keeps
 // positions of the whole sequence. Cost: about one SHA-256 of 4 bytes a token.
-PREFIXCACHE_API std::vector<Key> chain_hashes(
-    const Key& namespace_id,
-    const Key& parent,
-    std::span<const std::uint32_t> tokens,
-    std::int64_t block_size,
-    std::span<const ContentKey> content = {},
-    std::int64_t first_block = 0);
+PREFIXCACHE_API std::vector<Key> chain_hashes(const Key& namespace_id, const Key& parent,
+                                              std::span<const std::uint32_t> tokens, std::int64_t block_size,
+                                              std::span<const ContentKey> content = {}, std::int64_t first_block = 0);
 
 }  // namespace prefixcache
 

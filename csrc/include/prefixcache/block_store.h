@@ -74,24 +74,24 @@ struct ChildMatch {
 struct StoreStats {
   std::uint64_t parts = 0;
   std::uint64_t parts_in_ram = 0;
-  std::uint64_t ram_bytes = 0;        // held by the RAM tier now, recycled memory included
+  std::uint64_t ram_bytes = 0;  // held by the RAM tier now, recycled memory included
   std::uint64_t ram_peak_bytes = 0;
-  std::uint64_t disk_bytes = 0;       // below the directory, every namespace
-  std::uint64_t queued_bytes = 0;     // waiting to be written now
+  std::uint64_t disk_bytes = 0;    // below the directory, every namespace
+  std::uint64_t queued_bytes = 0;  // waiting to be written now
   std::uint64_t put_parts = 0;
-  std::uint64_t put_bytes = 0;        // tensor bytes accepted by put()
-  std::uint64_t put_existing = 0;     // put() of a part that was there: nothing was copied
-  std::uint64_t put_full = 0;         // put() answered Full
+  std::uint64_t put_bytes = 0;     // tensor bytes accepted by put()
+  std::uint64_t put_existing = 0;  // put() of a part that was there: nothing was copied
+  std::uint64_t put_full = 0;      // put() answered Full
   std::uint64_t written_parts = 0;
-  std::uint64_t written_bytes = 0;    // file bytes, headers included
+  std::uint64_t written_bytes = 0;  // file bytes, headers included
   std::uint64_t write_errors = 0;
   std::uint64_t gathered_ram_bytes = 0;
   std::uint64_t gathered_disk_bytes = 0;
-  std::uint64_t corrupt_parts = 0;    // forgotten because a check failed
-  std::uint64_t lost_parts = 0;       // in the index, but the file was gone
+  std::uint64_t corrupt_parts = 0;  // forgotten because a check failed
+  std::uint64_t lost_parts = 0;     // in the index, but the file was gone
   std::uint64_t evicted_ram_parts = 0;
   std::uint64_t evicted_disk_parts = 0;
-  bool degraded = false;              // the last write failed: new parts stay in RAM only
+  bool degraded = false;  // the last write failed: new parts stay in RAM only
   std::string last_error;
 };
 
@@ -119,8 +119,8 @@ class PREFIXCACHE_API BlockStore {
   // How many leading blocks of a chain have the whole of `part`. keys[i] must be the block that ends at
   // (i + 1) * block_size and keys[i - 1] (or `root`) its parent. Index only, but for the first missing block, which is
   // looked for on disk in case another process wrote it.
-  virtual std::size_t longest_prefix(
-      std::span<const Key> keys, const Key& root, std::int64_t block_size, Part part) = 0;
+  virtual std::size_t longest_prefix(std::span<const Key> keys, const Key& root, std::int64_t block_size,
+                                     Part part) = 0;
 
   // The blocks stored under `parent`, newest first. May read headers of files that were not read yet.
   virtual std::vector<Child> children(const Key& parent) = 0;
@@ -128,12 +128,8 @@ class PREFIXCACHE_API BlockStore {
   // The child of `parent` that shares the longest run with `tokens`, which begin at position `start`. `content` holds
   // the content keys of the whole sequence: rows from where they differ are not counted. At most 64 children, the
   // newest, are looked at.
-  virtual ChildMatch longest_child(
-      const Key& parent,
-      std::int64_t start,
-      std::span<const std::uint32_t> tokens,
-      std::span<const ContentKey> content,
-      Part part) = 0;
+  virtual ChildMatch longest_child(const Key& parent, std::int64_t start, std::span<const std::uint32_t> tokens,
+                                   std::span<const ContentKey> content, Part part) = 0;
 
   // Copies rows of consecutive blocks into fresh arrays: one copy, by a small thread pool, arrays ready on return.
   virtual Gathered gather(const GatherRequest& request) = 0;
@@ -147,7 +143,8 @@ class PREFIXCACHE_API BlockStore {
   // Forgets and removes everything of this namespace.
   virtual Status clear() = 0;
 
-  // Waits until everything accepted so far is in its file. Returns the first write error since the last flush().
+  // Waits until everything accepted so far is in its file, or was left out because the disk cap has no room for it.
+  // Returns the first write error since the last flush().
   virtual Status flush() = 0;
 
   virtual StoreStats stats() const = 0;

@@ -14,11 +14,21 @@ namespace mx = mlx::core;
 
 TEST(ArrayDigest, DtypeShapeAndBytesMatter) {
   const std::vector<mx::array> arrays{
-      mx::zeros({4}, mx::int32),    mx::zeros({4}, mx::uint32),   mx::zeros({4}, mx::float32),
-      mx::zeros({2, 2}, mx::int32), mx::zeros({4, 1}, mx::int32), mx::zeros({5}, mx::int32),
-      mx::zeros({0}, mx::int32),    mx::zeros({0, 3}, mx::int32), mx::zeros({0}, mx::float16),
-      mx::zeros({8}, mx::bfloat16), mx::zeros({8}, mx::float16),  mx::zeros({16}, mx::bool_),
-      mx::array({0, 0, 0, 1}),      mx::array({0, 0, 1, 0}),      mx::array(0),
+      mx::zeros({4}, mx::int32),
+      mx::zeros({4}, mx::uint32),
+      mx::zeros({4}, mx::float32),
+      mx::zeros({2, 2}, mx::int32),
+      mx::zeros({4, 1}, mx::int32),
+      mx::zeros({5}, mx::int32),
+      mx::zeros({0}, mx::int32),
+      mx::zeros({0, 3}, mx::int32),
+      mx::zeros({0}, mx::float16),
+      mx::zeros({8}, mx::bfloat16),
+      mx::zeros({8}, mx::float16),
+      mx::zeros({16}, mx::bool_),
+      mx::array({0, 0, 0, 1}),
+      mx::array({0, 0, 1, 0}),
+      mx::array(0),
       mx::array(1),
   };
   std::unordered_set<Key> digests;
@@ -43,9 +53,7 @@ TEST(ArrayDigest, ThreadsDoNotMatterAndEveryChunkDoes) {
   constexpr int kSize = (20 << 20) + 12345;
   std::vector<std::uint8_t> bytes(kSize);
   for (int i = 0; i < kSize; ++i) bytes[i] = static_cast<std::uint8_t>(i % 251);
-  const auto digest = [&](int threads) {
-    return array_digest(mx::array(bytes.begin(), {kSize}, mx::uint8), threads);
-  };
+  const auto digest = [&](int threads) { return array_digest(mx::array(bytes.begin(), {kSize}, mx::uint8), threads); };
   const Key key = digest(1);
   EXPECT_EQ(digest(2), key);
   EXPECT_EQ(digest(7), key);

@@ -138,17 +138,17 @@ TEST(EncodeHeader, RefusesWhatItCouldNotReadBack) {
 
 TEST(PlaceTensors, PutsLargerItemsFirstWithoutHoles) {
   std::vector<TensorInfo> tensors = {
-      tensor("u8", mlx::core::uint8, {3}),       tensor("f32", mlx::core::float32, {5}),
-      tensor("bf16", mlx::core::bfloat16, {7}),  tensor("none", mlx::core::float32, {0}),
-      tensor("i64", mlx::core::int64, {}),       tensor("u32", mlx::core::uint32, {1, 1}),
+      tensor("u8", mlx::core::uint8, {3}),      tensor("f32", mlx::core::float32, {5}),
+      tensor("bf16", mlx::core::bfloat16, {7}), tensor("none", mlx::core::float32, {0}),
+      tensor("i64", mlx::core::int64, {}),      tensor("u32", mlx::core::uint32, {1, 1}),
       tensor("bool", mlx::core::bool_, {2, 2}),
   };
   EXPECT_EQ(place_tensors(tensors), 8u + 20 + 4 + 14 + 3 + 4);
   std::vector<std::pair<std::string, std::uint64_t>> placed;
   for (const auto& info : tensors) placed.emplace_back(info.name, info.offset);
-  EXPECT_THAT(placed, ::testing::ElementsAre(
-      std::pair("u8", 46u), std::pair("f32", 8u), std::pair("bf16", 32u), std::pair("none", 28u), std::pair("i64", 0u),
-      std::pair("u32", 28u), std::pair("bool", 49u)));
+  EXPECT_THAT(placed, ::testing::ElementsAre(std::pair("u8", 46u), std::pair("f32", 8u), std::pair("bf16", 32u),
+                                             std::pair("none", 28u), std::pair("i64", 0u), std::pair("u32", 28u),
+                                             std::pair("bool", 49u)));
 }
 
 TEST(PlaceTensors, RefusesSizesThatOverflow) {

@@ -22,8 +22,12 @@ thread_local std::size_t largest = 0;
   if (void* memory = std::malloc(size)) return memory;
   throw std::bad_alloc();
 }
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory) noexcept {
+  std::free(memory);
+}
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
+  std::free(memory);
+}
 
 namespace prefixcache::layout::testing {
 namespace {
@@ -199,11 +203,12 @@ TEST(ParseHeader, RefusesOverlapsAndHoles) {
   expect_refused("[96,99]", "[96,9223372036854775808]", "header, byte");
   expect_refused("[96,99]", "[96,9223372036854775807]", "expected 3");
   // In the order that they were put, which is not the order by item size.
-  expect_refused("\"dtype\":\"F32\",\"shape\":[2,3,4],\"data_offsets\":[0,96]},\"b\":{\"dtype\":\"U8\",\"shape\":[3],"
-                 "\"data_offsets\":[96,99]",
-                 "\"dtype\":\"F32\",\"shape\":[2,3,4],\"data_offsets\":[3,99]},\"b\":{\"dtype\":\"U8\",\"shape\":[3],"
-                 "\"data_offsets\":[0,3]",
-                 "data at 3, expected at 0");
+  expect_refused(
+      "\"dtype\":\"F32\",\"shape\":[2,3,4],\"data_offsets\":[0,96]},\"b\":{\"dtype\":\"U8\",\"shape\":[3],"
+      "\"data_offsets\":[96,99]",
+      "\"dtype\":\"F32\",\"shape\":[2,3,4],\"data_offsets\":[3,99]},\"b\":{\"dtype\":\"U8\",\"shape\":[3],"
+      "\"data_offsets\":[0,3]",
+      "data at 3, expected at 0");
   expect_refused(encode_header(plain_header()), kPlainData - 1, "99 bytes in a file with 98");
   expect_refused(encode_header(plain_header()), kPlainData + 1, "99 bytes in a file with 100");
 }

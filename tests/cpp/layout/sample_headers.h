@@ -100,9 +100,20 @@ inline std::string forge(const PartHeader& header, std::string_view from, std::s
 }
 
 inline std::string random_text(std::mt19937& random, std::size_t longest) {
-  static const std::vector<std::string> kPieces = {
-      "a",    "/", "7", "\"",       "\\",           "\n",              std::string(1, '\0'),
-      "\x1f", ":", ",", "\xc3\xa9", "\xe2\x82\xac", "\xf0\x9f\x98\x80", "\x7f"};
+  static const std::vector<std::string> kPieces = {"a",
+                                                   "/",
+                                                   "7",
+                                                   "\"",
+                                                   "\\",
+                                                   "\n",
+                                                   std::string(1, '\0'),
+                                                   "\x1f",
+                                                   ":",
+                                                   ",",
+                                                   "\xc3\xa9",
+                                                   "\xe2\x82\xac",
+                                                   "\xf0\x9f\x98\x80",
+                                                   "\x7f"};
   std::string text;
   for (std::size_t want = random() % (longest + 1); text.size() < want;) text += kPieces[random() % kPieces.size()];
   return text;
@@ -110,8 +121,8 @@ inline std::string random_text(std::mt19937& random, std::size_t longest) {
 
 inline PartHeader random_header(std::mt19937& random) {
   static const std::vector<mlx::core::Dtype> kDtypes = {
-      mlx::core::bool_, mlx::core::uint8,   mlx::core::uint16,   mlx::core::uint32,  mlx::core::uint64,
-      mlx::core::int8,  mlx::core::int16,   mlx::core::int32,    mlx::core::int64,   mlx::core::float16,
+      mlx::core::bool_,   mlx::core::uint8,   mlx::core::uint16,  mlx::core::uint32, mlx::core::uint64,
+      mlx::core::int8,    mlx::core::int16,   mlx::core::int32,   mlx::core::int64,  mlx::core::float16,
       mlx::core::float32, mlx::core::float64, mlx::core::bfloat16};
   PartHeader header;
   for (auto* key : {&header.key, &header.parent}) {

@@ -92,10 +92,8 @@ TEST_F(GatherPlanTest, TheFirstBlockThatDoesNotFitIsNamed) {
 TEST_F(GatherPlanTest, ASlotInAnotherFormIsNamedByItsBlock) {
   const auto blocks = chain(2, 4);
   const std::vector<SlotSpec> others = {
-      {"keys", mlx::core::bfloat16, {2, 0, 4}, 1},
-      {"keys", mlx::core::float16, {2, 0, 5}, 1},
-      {"keys", mlx::core::float16, {2, 0, 4, 1}, 1},
-      {"keys", mlx::core::float16, {2, 4, 0}, 2},
+      {"keys", mlx::core::bfloat16, {2, 0, 4}, 1},   {"keys", mlx::core::float16, {2, 0, 5}, 1},
+      {"keys", mlx::core::float16, {2, 0, 4, 1}, 1}, {"keys", mlx::core::float16, {2, 4, 0}, 2},
       {"values", mlx::core::float16, {2, 0, 4}, 1},
   };
   for (const auto& other : others) {

@@ -65,11 +65,9 @@ TEST(Index, AChainLiesInOneRunDeepestLast) {
   const auto a = chain(3, 4, 1), b = chain(2, 4, 2);
   for (const auto& block : a) index.add_to_disk(add(index, block));
   for (const auto& block : b) index.add_to_disk(add(index, block));
-  EXPECT_EQ(order_of(index.disk_order()),
-            (std::vector<Key>{b[0].key, b[1].key, a[0].key, a[1].key, a[2].key}));
+  EXPECT_EQ(order_of(index.disk_order()), (std::vector<Key>{b[0].key, b[1].key, a[0].key, a[1].key, a[2].key}));
   index.touch(*index.find(a[1].key, Part::kv));
-  EXPECT_EQ(order_of(index.disk_order()),
-            (std::vector<Key>{a[0].key, a[1].key, b[0].key, b[1].key, a[2].key}));
+  EXPECT_EQ(order_of(index.disk_order()), (std::vector<Key>{a[0].key, a[1].key, b[0].key, b[1].key, a[2].key}));
   EXPECT_TRUE(index.ram_order().empty());
 }
 
@@ -114,8 +112,8 @@ TEST(Index, RandomTreesKeepParentsInFront) {
         const Block* parent = known.empty() || random() % 5 == 0 ? nullptr : &known[random() % known.size()];
         if (parent != nullptr && !in.contains(parent->key)) continue;
         const auto made = parent == nullptr
-            ? chain(1, 2, static_cast<std::uint32_t>(random()))
-            : chain(1, 2, static_cast<std::uint32_t>(random()), parent->key, parent->depth);
+                              ? chain(1, 2, static_cast<std::uint32_t>(random()))
+                              : chain(1, 2, static_cast<std::uint32_t>(random()), parent->key, parent->depth);
         known.push_back(made[0]);
         in.insert(made[0].key);
         index.add_to_ram(add(index, made[0]));

@@ -98,8 +98,11 @@ TEST_P(StoreContract, RoundTripsOfRandomSlots) {
     };
     std::vector<Slot> slots;
     for (std::size_t i = 0; i < 1 + random() % 4; ++i) {
-      Slot slot{std::to_string(i), testing::all_dtypes()[random() % testing::all_dtypes().size()],
-                testing::random_shape(random, 1 + random() % 5), kNoSeqAxis, {}};
+      Slot slot{std::to_string(i),
+                testing::all_dtypes()[random() % testing::all_dtypes().size()],
+                testing::random_shape(random, 1 + random() % 5),
+                kNoSeqAxis,
+                {}};
       if (random() % 4 != 0) slot.axis = static_cast<int>(random() % slot.shape.size());
       slots.push_back(std::move(slot));
     }
@@ -119,8 +122,10 @@ TEST_P(StoreContract, RoundTripsOfRandomSlots) {
         if (slot.axis >= 0) shape[static_cast<std::size_t>(slot.axis)] = rows;
         const auto array = testing::strided_array(random, shape, slot.dtype);
         inputs.push_back({slot.name, array, slot.axis, first});
-        if (slot.axis >= 0) slot.pieces.push_back(testing::rows_of(array, slot.axis, before, block.depth - first));
-        else slot.pieces = {array};
+        if (slot.axis >= 0)
+          slot.pieces.push_back(testing::rows_of(array, slot.axis, before, block.depth - first));
+        else
+          slot.pieces = {array};
       }
       PutRequest request;
       request.key = block.key;
@@ -524,14 +529,13 @@ TEST_P(StoreContract, EightThreadsGetOnlyWhatBelongsToTheirKeys) {
 }
 
 constexpr std::uint64_t kRam = 64 << 20;
-INSTANTIATE_TEST_SUITE_P(
-    Tiers, StoreContract,
-    ::testing::Values(Tiers{"ram_and_disk", kRam, WritePolicy::through, true, Verify::first},
-                      Tiers{"disk", 0, WritePolicy::through, true, Verify::first},
-                      Tiers{"disk_always_verified", 0, WritePolicy::through, true, Verify::always},
-                      Tiers{"disk_unmapped", 0, WritePolicy::through, false, Verify::first},
-                      Tiers{"ram", kRam, WritePolicy::ram_only, true, Verify::first}),
-    [](const auto& info) { return std::string(info.param.name); });
+INSTANTIATE_TEST_SUITE_P(Tiers, StoreContract,
+                         ::testing::Values(Tiers{"ram_and_disk", kRam, WritePolicy::through, true, Verify::first},
+                                           Tiers{"disk", 0, WritePolicy::through, true, Verify::first},
+                                           Tiers{"disk_always_verified", 0, WritePolicy::through, true, Verify::always},
+                                           Tiers{"disk_unmapped", 0, WritePolicy::through, false, Verify::first},
+                                           Tiers{"ram", kRam, WritePolicy::ram_only, true, Verify::first}),
+                         [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace
 }  // namespace prefixcache

@@ -17,10 +17,10 @@
 namespace prefixcache::testing {
 
 inline const std::vector<mlx::core::Dtype>& all_dtypes() {
-  static const std::vector<mlx::core::Dtype> dtypes = {
-      mlx::core::float32, mlx::core::float16, mlx::core::bfloat16, mlx::core::uint8,
-      mlx::core::uint16,  mlx::core::uint32,  mlx::core::uint64,   mlx::core::int8,
-      mlx::core::int16,   mlx::core::int32,   mlx::core::int64,    mlx::core::bool_};
+  static const std::vector<mlx::core::Dtype> dtypes = {mlx::core::float32, mlx::core::float16, mlx::core::bfloat16,
+                                                       mlx::core::uint8,   mlx::core::uint16,  mlx::core::uint32,
+                                                       mlx::core::uint64,  mlx::core::int8,    mlx::core::int16,
+                                                       mlx::core::int32,   mlx::core::int64,   mlx::core::bool_};
   return dtypes;
 }
 
