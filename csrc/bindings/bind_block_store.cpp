@@ -283,7 +283,15 @@ void init_block_store(nb::module_& m) {
       .def("clear", &BlockStore::clear, Release(), "Forgets everything of this namespace.")
       .def("flush", &BlockStore::flush, Release(), "Waits for queued writes; the first error since the last flush.")
       .def(
-          "stats", [](const BlockStore& self) { return to_dict(self.stats()); },
+          "stats",
+          [](const BlockStore& self) {
+            StoreStats stats;
+            {
+              nb::gil_scoped_release release;
+              stats = self.stats();
+            }
+            return to_dict(stats);
+          },
           nb::sig("def stats(self) -> dict[str, int | bool | str]"), "Counters and sizes; see StoreStats.")
       .def("close", &BlockStore::close, Release(), "Writes what waits and stops. Safe to call twice.");
 }

@@ -1,8 +1,9 @@
 #include "store/directory.h"
 
 #include <algorithm>
-
-#include <unistd.h>
+#include <cerrno>
+#include <random>
+#include <unordered_map>
 
 namespace prefixcache::store {
 
@@ -11,20 +12,56 @@ namespace {
 constexpr std::string_view kVersionFolder = "/v1";
 constexpr std::string_view kTempPrefix = ".tmp-";
 
+std::string random_tag() {
+  std::random_device device;
+  return std::to_string(device()) + "-" + std::to_string(device()) + "-";
+}
+
 }  // namespace
+
+void sort_by_recency(std::vector<FoundPart>& parts) {
+  std::sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.name.depth > b.name.depth; });
+  std::unordered_map<std::uint64_t, double> newest;  // by the first bytes of a key
+  for (auto& part : parts) {
+    auto& own = newest[layout::parent_prefix(part.name.key)];
+    own = std::max(own, part.modified);
+    part.modified = own;
+    auto& parents = newest[part.name.parent_prefix];
+    parents = std::max(parents, part.modified);
+  }
+  std::stable_sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.modified < b.modified; });
+}
 
 Directory::Directory(Env& env, std::string root, const std::string& name_space, double temp_grace_seconds)
     : env_(env),
       root_(std::move(root)),
       own_(root_ + std::string(kVersionFolder) + "/" + name_space),
-      temp_grace_seconds_(temp_grace_seconds) {}
+      temp_grace_seconds_(temp_grace_seconds),
+      temp_tag_(random_tag()) {}
 
 Status Directory::prepare() {
+  // Asked before anything is made in it. What cannot be asked (missing, say) shows when it is made.
+  FileInfo info;
+  if (env_.stat(root_, info).is_ok()) {
+    if (Status status = env_.check_private(root_); !status.is_ok()) return status;
+  }
   if (Status status = env_.make_directories(own_); !status.is_ok()) return status;
+  for (const std::string& path : {root_ + std::string(kVersionFolder), own_}) {
+    if (Status status = check_folder(path); !status.is_ok()) return status;
+  }
   for (const std::string& path : {root_, root_ + std::string(kVersionFolder), own_}) {
     if (Status status = env_.check_private(path); !status.is_ok()) return status;
   }
   return Status::ok();
+}
+
+Status Directory::check_folder(const std::string& path) {
+  FileInfo info;
+  Status status = env_.stat(path, info);
+  if (status.is_ok() && !info.is_directory) {
+    return {StatusCode::IOError, path + " is a link or a file, not a directory", ENOTDIR};
+  }
+  return status;
 }
 
 std::string Directory::folder_of(const Key& key) const {
@@ -44,7 +81,10 @@ std::vector<FoundPart> Directory::scan() {
     if (space.info.is_directory) scan_namespace(path, path == own_, parts);
   }
   std::lock_guard lock(foreign_mutex_);
-  std::sort(foreign_.begin(), foreign_.end(), [](const auto& a, const auto& b) { return a.modified > b.modified; });
+  std::vector<FoundPart> foreign(foreign_.begin(), foreign_.end());
+  sort_by_recency(foreign);
+  foreign_.assign(foreign.begin(), foreign.end());
+  sort_by_recency(parts);
   return parts;
 }
 
@@ -68,21 +108,24 @@ void Directory::scan_file(const std::string& folder, const DirEntry& file, bool 
   }
   used_ += file.info.size;
   FoundPart part;
-  if (own && layout::parse_file_name(file.name, part.name) && path == path_of(part.name)) {
-    part.bytes = file.info.size;
-    part.modified = file.info.modified;
-    parts.push_back(part);
+  const bool named = layout::parse_file_name(file.name, part.name);
+  part.bytes = file.info.size;
+  part.modified = file.info.modified;
+  part.path = path;
+  if (own && named && path == path_of(part.name)) {
+    parts.push_back(std::move(part));
   } else if (!file.name.starts_with(kTempPrefix)) {
     std::lock_guard lock(foreign_mutex_);
-    foreign_.push_back({path, file.info.size, file.info.modified});
+    foreign_.push_back(std::move(part));
   }
 }
 
 Status Directory::write(const layout::NameInfo& name, std::span<const std::span<const std::uint8_t>> pieces,
                         std::string& temp) {
   const std::string folder = folder_of(name.key);
-  temp = folder + "/" + std::string(kTempPrefix) + std::to_string(::getpid()) + "-" + std::to_string(++temp_counter_);
-  Status status = env_.write_new(temp, pieces);
+  temp = folder + "/" + std::string(kTempPrefix) + temp_tag_ + std::to_string(++temp_counter_);
+  Status status = check_folder(folder);
+  if (status.is_ok()) status = env_.write_new(temp, pieces);
   if (status.code() == StatusCode::NotFound) {
     // First block in this folder, or somebody removed the tree.
     status = env_.make_directories(folder);
@@ -118,12 +161,12 @@ void Directory::count_less(std::uint64_t bytes) {
 }
 
 bool Directory::evict_foreign() {
-  Foreign victim;
+  FoundPart victim;
   {
     std::lock_guard lock(foreign_mutex_);
     if (foreign_.empty()) return false;
-    victim = std::move(foreign_.back());
-    foreign_.pop_back();
+    victim = std::move(foreign_.front());
+    foreign_.pop_front();
   }
   env_.remove(victim.path);
   count_less(victim.bytes);

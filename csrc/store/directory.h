@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -22,7 +23,11 @@ struct FoundPart {
   layout::NameInfo name;
   std::uint64_t bytes = 0;
   double modified = 0;
+  std::string path;
 };
+
+// Oldest first, each block as recent as the most recent of its descendants: evicting from the front leaves prefixes.
+void sort_by_recency(std::vector<FoundPart>& parts);
 
 class Directory {
  public:
@@ -49,12 +54,7 @@ class Directory {
   bool evict_foreign();
 
  private:
-  struct Foreign {
-    std::string path;
-    std::uint64_t bytes;
-    double modified;
-  };
-
+  Status check_folder(const std::string& path);
   std::string folder_of(const Key& key) const;
   void scan_namespace(const std::string& path, bool own, std::vector<FoundPart>& parts);
   void scan_file(const std::string& folder, const DirEntry& file, bool own, std::vector<FoundPart>& parts);
@@ -64,9 +64,10 @@ class Directory {
   const std::string own_;
   const double temp_grace_seconds_;
   std::atomic<std::uint64_t> used_{0};
+  const std::string temp_tag_;  // random: process numbers repeat, in containers and over restarts
   std::atomic<std::uint64_t> temp_counter_{0};
   std::mutex foreign_mutex_;
-  std::vector<Foreign> foreign_;  // newest first, so that the oldest is at the back
+  std::deque<FoundPart> foreign_;  // oldest first
 };
 
 }  // namespace prefixcache::store

@@ -63,17 +63,38 @@ Status GatherPlan::make(const GatherRequest& request, std::span<const Source> so
   out.sources_ = sources;
   out.block_bytes_.assign(sources.size(), 0);
   if (Status status = out.plan_rows(request, bad_block); !status.is_ok()) return status;
-  const auto& last = sources.back().header();
-  if (!request.slots.empty()) {
-    for (const auto& name : request.slots) {
-      if (Status status = out.add_slot(request, name, bad_block); !status.is_ok()) return status;
+  std::vector<std::string> names = request.slots;
+  if (names.empty()) {
+    for (const auto& tensor : sources.front().header().tensors) names.push_back(tensor.name);
+    for (std::size_t i = 1; i < sources.size(); ++i) {
+      if (sources[i].header().tensors.size() == names.size()) continue;
+      bad_block = i;
+      return {StatusCode::Corrupt, "block " + std::to_string(i) + " has other slots than the blocks before it"};
     }
-    return Status::ok();
   }
-  for (const auto& tensor : last.tensors) {
-    if (Status status = out.add_slot(request, tensor.name, bad_block); !status.is_ok()) return status;
+  for (const auto& name : names) {
+    if (Status status = out.add_slot(request, name, bad_block); !status.is_ok()) return status;
   }
-  return Status::ok();
+  return out.check_room();
+}
+
+Status GatherPlan::check_room() const {
+  // A file may claim one huge row; room for thousands of them is not for it to ask.
+  constexpr std::uint64_t kMostRoom = std::uint64_t{4} << 30;
+  std::uint64_t rows_bytes = 0;
+  std::uint64_t room_bytes = 0;
+  for (const auto& slot : slots_) {
+    std::uint64_t bytes = 0;
+    const auto spare = static_cast<std::uint64_t>(slot.capacity - slot.rows);
+    if (__builtin_mul_overflow(slot.outer * slot.row_bytes, spare, &bytes) ||
+        __builtin_add_overflow(room_bytes, bytes, &room_bytes)) {
+      return {StatusCode::Full, "the room asked for is more than can be addressed"};
+    }
+    rows_bytes += slot.outer * slot.row_bytes * static_cast<std::uint64_t>(slot.rows);
+  }
+  if (room_bytes <= kMostRoom || room_bytes / 4 <= rows_bytes) return Status::ok();
+  return {StatusCode::Full,
+          "room of " + std::to_string(room_bytes) + " bytes for rows of " + std::to_string(rows_bytes)};
 }
 
 Status GatherPlan::plan_rows(const GatherRequest& request, std::size_t& bad_block) {
@@ -104,13 +125,13 @@ Status GatherPlan::plan_rows(const GatherRequest& request, std::size_t& bad_bloc
 }
 
 Status GatherPlan::add_slot(const GatherRequest& request, const std::string& name, std::size_t& bad_block) {
-  const auto& last = sources_.back().header();
-  const std::size_t in_last = find_tensor(last, name, slots_.size());
-  if (in_last == last.tensors.size()) {
-    bad_block = sources_.size() - 1;
+  const auto& first = sources_.front().header();
+  const std::size_t in_first = find_tensor(first, name, slots_.size());
+  if (in_first == first.tensors.size()) {
+    bad_block = 0;
     return {StatusCode::NotFound, "no slot '" + name + "' is stored"};
   }
-  const auto& tensor = last.tensors[in_last];
+  const auto& tensor = first.tensors[in_first];
   Slot slot;
   slot.name = name;
   slot.dtype = tensor.dtype;
@@ -129,10 +150,10 @@ Status GatherPlan::add_slot(const GatherRequest& request, const std::string& nam
   }
   for (std::size_t i = 0; i < sources_.size(); ++i) {
     const auto& header = sources_[i].header();
-    const std::size_t found = find_tensor(header, name, in_last);
+    const std::size_t found = find_tensor(header, name, in_first);
     if (found == header.tensors.size() || !same_but_rows(header.tensors[found], tensor)) {
       bad_block = i;
-      return {StatusCode::NotFound, "block " + std::to_string(i) + " holds slot '" + name + "' in another form"};
+      return {StatusCode::Corrupt, "block " + std::to_string(i) + " holds slot '" + name + "' in another form"};
     }
     slot.tensors.push_back(found);
     const bool whole = slot.seq_axis == kNoSeqAxis;

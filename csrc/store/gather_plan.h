@@ -28,8 +28,9 @@ struct BlockRows {
 
 class GatherPlan {
  public:
-  // Fails with NotFound and the number of the first block that does not continue the one before it, or that differs
-  // from the last one in a slot's name, dtype or shape.
+  // Fails with the number of the first block that does not continue the one before it, or lacks a slot asked for by
+  // name (NotFound), or that differs from the first one in a slot's name, dtype or shape (Corrupt). Full: more room
+  // than the rows can justify.
   static Status make(const GatherRequest& request, std::span<const Source> sources, GatherPlan& out,
                      std::size_t& bad_block);
 
@@ -61,6 +62,7 @@ class GatherPlan {
   Status copy(const Slot& slot, std::size_t block, Verify verify) const;
   Status copy_bytes(const Slot& slot, std::size_t block, std::span<const std::uint8_t> tensor,
                     std::span<const std::uint8_t> guarded, bool check) const;
+  Status check_room() const;
   static void clear_spare_rows(const Slot& slot);
 
   std::span<const Source> sources_;

@@ -46,7 +46,9 @@ void Index::set_parent(Entry& entry, const Key& parent) {
 
 PartRecord* Index::parent_of(const PartRecord& record) const {
   const Entry& entry = *record.entry;
-  return entry.parent_known ? find(entry.parent, record.part) : nullptr;
+  PartRecord* parent = entry.parent_known ? find(entry.parent, record.part) : nullptr;
+  // Names and headers may claim anything; a parent that does not end before its child would make a circle.
+  return parent != nullptr && parent->entry->depth < entry.depth ? parent : nullptr;
 }
 
 bool Index::has_child(const PartRecord& record) const {

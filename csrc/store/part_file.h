@@ -23,7 +23,6 @@ class PartFile {
 
   const layout::PartHeader& header() const { return header_; }
   std::uint64_t data_offset() const { return data_offset_; }
-  std::uint64_t file_bytes() const { return file_->info().size; }
   // The whole file, or empty where it cannot be mapped.
   std::span<const std::uint8_t> mapping() const { return mapping_; }
   Status read(std::uint64_t offset, std::span<std::uint8_t> out) const { return file_->read(offset, out); }

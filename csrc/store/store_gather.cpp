@@ -1,5 +1,6 @@
 // store_gather.cpp: the restore line, from keys to filled arrays.
 #include <limits>
+#include <new>
 #include <stdexcept>
 
 #include "gather/fault_guard.h"
@@ -84,6 +85,16 @@ void StoreImpl::limit_open_files() {
 
 Gathered StoreImpl::gather(const GatherRequest& request) {
   check(request);
+  try {
+    return gather_checked(request);
+  } catch (const std::bad_alloc& e) {
+    Gathered result;
+    result.status = {StatusCode::Full, std::string("no memory: ") + e.what()};
+    return result;
+  }
+}
+
+Gathered StoreImpl::gather_checked(const GatherRequest& request) {
   Gathered result;
   if (closed_) {
     result.status = {StatusCode::Closed, "the store is closed"};
@@ -110,6 +121,14 @@ Gathered StoreImpl::gather(const GatherRequest& request) {
   GatherPlan plan;
   std::size_t bad_block = 0;
   if (Status status = GatherPlan::make(request, sources, plan, bad_block); !status.is_ok()) {
+    if (status.code() == StatusCode::Corrupt) {
+      // One key, two forms: a caller's mistake. The later ones go, so that the next store can mend the chain.
+      const Part parts[] = {request.part};
+      erase(std::span(request.keys).subspan(bad_block), parts);
+      Lock lock(mutex_);
+      stats_.corrupt_parts += request.keys.size() - bad_block;
+      stats_.last_error = status.message();
+    }
     return fail(bad_block, status);
   }
   if (Status status = plan.allocate(); !status.is_ok()) return fail(0, status);

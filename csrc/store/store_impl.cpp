@@ -78,21 +78,9 @@ StoreImpl::~StoreImpl() {
 }
 
 void StoreImpl::load_index() {
-  std::vector<FoundPart> found = directory_->scan();
-  // A block is as recent as the most recent of its descendants, so that eviction stays deepest first.
-  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.name.depth > b.name.depth; });
-  std::unordered_map<std::uint64_t, double> newest;
+  const std::vector<FoundPart> found = directory_->scan();
   std::unordered_map<std::uint64_t, Key> by_prefix;
-  for (auto& part : found) {
-    const std::uint64_t prefix = layout::parent_prefix(part.name.key);
-    by_prefix[prefix] = part.name.key;
-    auto& own = newest[prefix];
-    own = std::max(own, part.modified);
-    part.modified = own;
-    auto& parents = newest[part.name.parent_prefix];
-    parents = std::max(parents, own);
-  }
-  std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.modified < b.modified; });
+  for (const auto& part : found) by_prefix[layout::parent_prefix(part.name.key)] = part.name.key;
   Lock lock(mutex_);
   for (const auto& part : found) {
     Entry& entry = index_.entry(part.name.key, part.name.parent_prefix, part.name.depth);
@@ -124,22 +112,31 @@ Status StoreImpl::remove_files(const std::vector<FileToRemove>& files) {
   return first;
 }
 
-bool StoreImpl::changed_on_disk(const PartRecord& record) const {
+bool StoreImpl::changed_on_disk(const layout::NameInfo& name, std::uint64_t bytes) const {
   FileInfo info;
-  const Status status = env_.stat(directory_->path_of(name_of(record)), info);
-  return status.code() == StatusCode::NotFound || (status.is_ok() && info.size != record.file_bytes);
+  const Status status = env_.stat(directory_->path_of(name), info);
+  return status.code() == StatusCode::NotFound || (status.is_ok() && info.size != bytes);
 }
 
 void StoreImpl::forget(const Key& key, Part part, const Status& why) {
   std::lock_guard names_lock(names_mutex_);
+  FileToRemove file;
+  {
+    Lock lock(mutex_);
+    const PartRecord* record = index_.find(key, part);
+    // Rows in RAM were put after the read that failed.
+    if (record == nullptr || record->image != nullptr) return;
+    file = {name_of(*record), record->file_bytes};
+  }
+  // What could not be read may be there again later: only its place in the index goes. Nobody else takes files away
+  // meanwhile (names_mutex_), and the disk may be slow to answer.
+  const bool keep_file = why.code() == StatusCode::IOError && !changed_on_disk(file.name, file.bytes);
   std::vector<FileToRemove> files;
   {
     Lock lock(mutex_);
     PartRecord* record = index_.find(key, part);
-    // Rows in RAM were put after the read that failed.
     if (record == nullptr || record->image != nullptr) return;
-    // What could not be read may be there again later: only its place in the index goes.
-    if (why.code() == StatusCode::IOError && record->on_disk && !changed_on_disk(*record)) {
+    if (keep_file && record->on_disk) {
       record->on_disk = false;
       directory_->count_less(record->file_bytes);
     }

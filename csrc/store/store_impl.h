@@ -77,11 +77,12 @@ class StoreImpl : public BlockStore {
   std::shared_ptr<const BlockText> text_of(const Key& key, const Key& parent, Part part);
 
   // gather
+  Gathered gather_checked(const GatherRequest& request);
   Status source_of(const Key& key, Part part, Source& out);
   Status open_file(const Key& key, Part part, std::shared_ptr<PartFile>& out);
   void limit_open_files();
   void forget(const Key& key, Part part, const Status& why);
-  bool changed_on_disk(const PartRecord& record) const;
+  bool changed_on_disk(const layout::NameInfo& name, std::uint64_t bytes) const;
 
   // Takes a record out of the index; its file, if it has one, is appended to `files` for remove_files().
   void drop(PartRecord& record, std::vector<FileToRemove>& files);

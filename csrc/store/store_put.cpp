@@ -318,9 +318,9 @@ Status StoreImpl::write_image(const std::shared_ptr<Image>& image) {
   std::uint64_t file_bytes = 0;
   try {
     status = write_file(*image, temp, file_bytes);
-  } catch (const std::bad_alloc& e) {
-    // On this thread it would end the process.
-    status = {StatusCode::IOError, std::string("no memory to write a part: ") + e.what(), ENOMEM};
+  } catch (const std::exception& e) {
+    // No memory, say. On this thread it would end the process.
+    status = {StatusCode::IOError, std::string("cannot write a part: ") + e.what(), ENOMEM};
   }
   {
     std::lock_guard names_lock(names_mutex_);

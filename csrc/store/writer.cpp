@@ -72,7 +72,7 @@ Status Writer::flush() {
   const std::uint64_t target = pushed_;
   ++waiting_;
   wake_.notify_all();
-  done_.wait(lock, [&] { return finished_ >= target; });
+  done_.wait(lock, [&] { return finished_ >= target || ended_; });
   --waiting_;
   return std::exchange(first_error_, Status::ok());
 }
@@ -102,7 +102,11 @@ void Writer::run() {
   for (;;) {
     while (!queue_.empty() && !may_start()) wake_.wait_for(lock, kQuiet);
     if (queue_.empty()) {
-      if (stopping_) return;
+      if (stopping_) {
+        ended_ = true;
+        done_.notify_all();
+        return;
+      }
       wake_.wait(lock);
       continue;
     }

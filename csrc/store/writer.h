@@ -67,6 +67,7 @@ class Writer {
   std::chrono::steady_clock::time_point last_copy_;
   Status first_error_;
   bool stopping_ = false;
+  bool ended_ = false;  // the thread does nothing more
   std::thread thread_;
 };
 

@@ -58,8 +58,7 @@ TEST_F(PartFileTest, OpensAndMaps) {
   write();
   ASSERT_TRUE(open().is_ok());
   EXPECT_EQ(file_->header(), header_);
-  EXPECT_EQ(file_->data_offset() + data_.size(), file_->file_bytes());
-  ASSERT_EQ(file_->mapping().size(), file_->file_bytes());
+  EXPECT_EQ(file_->data_offset() + data_.size(), file_->mapping().size());
   const auto mapped = file_->mapping().subspan(file_->data_offset());
   EXPECT_TRUE(std::equal(data_.begin(), data_.end(), mapped.begin(), mapped.end()));
 }
