@@ -59,9 +59,9 @@ clean:  ## remove what was built; environments and the model stay
 	rm -rf build
 
 $(VENV)/.ready: pyproject.toml scripts/system-packages
-	@scripts/system-packages build test
+	@command -v $(PYTHON) >/dev/null || { echo "missing: Python 3.10 or newer as $(PYTHON) (make PYTHON=...)" >&2; exit 1; }
+	@PYTHON=$(PYTHON) scripts/system-packages build test
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "missing: Python 3.10 or newer (PYTHON=...)")'
-	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "missing: python3-venv; run: apt-get install python3-venv" >&2; exit 1; }
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV)"
 	@$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'

@@ -20,6 +20,13 @@ def encode_salt(value: Salt) -> bytes:
 
     The bytes enter keys that are on disk: they must not change. TypeError for any other type.
     """
+    try:
+        return _encode(value)
+    except RecursionError:
+        raise ValueError("a salt is nested too deeply") from None
+
+
+def _encode(value: Salt) -> bytes:
     if value is None:
         return b"n"
     if isinstance(value, bool):
@@ -32,7 +39,7 @@ def encode_salt(value: Salt) -> bytes:
     if isinstance(value, bytes):
         return _tagged(b"y", value)
     if isinstance(value, tuple):
-        return b"t" + len(value).to_bytes(8, "little") + b"".join(encode_salt(item) for item in value)
+        return b"t" + len(value).to_bytes(8, "little") + b"".join(_encode(item) for item in value)
     raise TypeError(f"a salt must be None, bool, int, str, bytes or a tuple of them, not {type(value).__name__}")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from prefixcache._core import BlockStore, KeyChain, Status, StatusCode, TokenBuffer
 from prefixcache._keys import KvFormat, Salt, key_chain
-from prefixcache._layer_state import walk
+from prefixcache._layer_state import LayerState, walk
 from prefixcache._record import record
 from prefixcache._restore import Restored, restore
 from prefixcache._results import Hit, StoreReport
@@ -38,6 +38,8 @@ _TROUBLE = ("damaged", "lost", "io_error", "no_memory", "structure_mismatch", "q
 # Requests in flight that may share the hashing of a prompt.
 _REMEMBERED_CHAINS = 8
 _MOST_SPARE = 1 << 30
+# What a block file may hold.
+_MOST_BLOCK_SIZE = 1 << 20
 
 
 class PrefixCache:
@@ -51,7 +53,10 @@ class PrefixCache:
         self._store = store
         self._namespace = namespace
         self._prototypes = list(prototypes)
-        self._spare_rows = _spare_rows(self._prototypes)
+        self._own = _own_layers(self._prototypes)
+        self._spare_rows = self._own is not None and all(
+            handler_named(state.type_name).spare_rows for _, state in walk(self._own)
+        )
         self._block_size = block_size
         # Blocks of another size under the same parent would pass for shorter or longer ones of this cache.
         self._key_space = f"{namespace}/{block_size}"
@@ -90,12 +95,16 @@ class PrefixCache:
 
         ValueError or TypeError for bad options, and for a directory that others can write to.
         """
-        if not isinstance(block_size, int) or isinstance(block_size, bool) or block_size < 1:
-            raise ValueError(f"block_size is {block_size!r}, expected an int of 1 or more")
+        if not _is_count(block_size) or not 1 <= block_size <= _MOST_BLOCK_SIZE:
+            raise ValueError(f"block_size is {block_size!r}, expected an int, 1..{_MOST_BLOCK_SIZE}")
+        if not _is_count(threads) or threads > 256:
+            raise ValueError(f"threads is {threads!r}, expected an int, 0..256")
+        if directory == "":
+            raise ValueError("directory is '', expected a path (None only with write='ram_only')")
         if model is None and (namespace is None or caches is None):
             raise ValueError("open needs a model, or a namespace and prototype caches")
         prototypes = _make_caches(model) if caches is None else list(caches)
-        _spare_rows(prototypes)
+        _own_layers(prototypes)
         ram_bytes = parse_size(ram, "ram")
         queue_bytes = max(1 << 30, ram_bytes // 2) if queue is None else parse_size(queue, "queue")
         name = _fingerprint(model) if namespace is None else namespace
@@ -147,9 +156,10 @@ class PrefixCache:
         restored = Restored(0, None, "too_short" if total < 2 else "unsupported_type")
         if self._closed:
             restored = Restored(0, None, "closed")
-        elif total >= 2 and self._spare_rows is not None:
+        elif total >= 2 and self._own is not None:
             room = spare if self._spare_rows else 0
-            restored = restore(self._store, chain, self._prototypes, total - 1, room)
+            own = None if kv_format is not None else [state.type_name for state in self._own]
+            restored = restore(self._store, chain, self._prototypes, own, total - 1, room)
         hit = Hit(
             caches=copy.deepcopy(self._prototypes) if restored.caches is None else restored.caches,
             cached_tokens=restored.n,
@@ -179,12 +189,13 @@ class PrefixCache:
         """
         chain = self._chain(tokens, salt, extra_keys, kv_format, lend=False)
         if not isinstance(hit, Hit):
-            return Recorder(self, chain, hit, 0)
+            return Recorder(self, chain, hit, 0, kv_format)
         if hit.chain is not None and hit.chain.tokens.common_prefix(chain.tokens) < hit.cached_tokens:
             raise ValueError(f"the first {hit.cached_tokens} tokens are not those of the hit")
-        # Under other salts, or in another form, nothing of it is stored yet.
-        same = hit.chain is not None and hit.chain.root == chain.root
-        return Recorder(self, chain, hit.caches, hit.cached_tokens if same else 0)
+        # Under other salts or content keys, or in another form, nothing of it is stored yet.
+        blocks = hit.cached_tokens // self._block_size
+        same = hit.chain is not None and hit.chain.root == chain.root and hit.chain.keys[:blocks] == chain.keys[:blocks]
+        return Recorder(self, chain, hit.caches, hit.cached_tokens if same else 0, kv_format)
 
     def store(
         self,
@@ -206,7 +217,7 @@ class PrefixCache:
         sequences in one cache, and for more tokens than rows. Nothing stored is harmed.
         """
         chain = self._chain(tokens, salt, extra_keys, kv_format)
-        return self._record(chain, caches, len(chain.tokens), covers)
+        return self._record(chain, caches, len(chain.tokens), kv_format, covers)
 
     def flush(self) -> None:
         """Waits until everything accepted so far is on disk. OSError if a write failed since the last flush, ValueError
@@ -266,6 +277,7 @@ class PrefixCache:
         chain: KeyChain,
         caches: Sequence[Any],
         upto: int,
+        kv_format: KvFormat | None,
         covers: int | None = None,
         first_block: int = 0,
         tail: bool = True,
@@ -275,6 +287,9 @@ class PrefixCache:
         except Unsupported as refusal:
             return self._count_store(StoreReport(reason=refusal.reason, detail=str(refusal)))
         rows = common_offset(states)
+        self._check_form(states, kv_format)
+        if covers is not None and not _is_count(covers):
+            raise ValueError(f"covers is {covers!r}, expected a number of tokens")
         stands_at = rows if covers is None else covers
         if rows is not None and stands_at is not None and stands_at > rows:
             raise ValueError(f"covers is {covers}, but the layers hold {rows} tokens")
@@ -283,6 +298,21 @@ class PrefixCache:
         if upto < 1:
             return self._count_store(StoreReport(reason="too_short", detail="there is no token to store"))
         return self._count_store(record(self._store, chain, states, upto, first_block, tail))
+
+    def _check_form(self, states: Sequence[LayerState], kv_format: KvFormat | None) -> None:
+        """ValueError for layers that could not be handed out again under these keys."""
+        own = self._own or []
+        if len(states) != len(own):
+            raise ValueError(f"{len(states)} caches were given, the model has {len(own)} layers")
+        for i, (state, mine) in enumerate(zip(states, own, strict=True)):
+            if kv_format is None and (state.type_name, dict(state.meta)) != (mine.type_name, dict(mine.meta)):
+                raise ValueError(
+                    f"layer {i} is a {state.type_name} {dict(state.meta)}, the model's own is a {mine.type_name} "
+                    f"{dict(mine.meta)}: say which form it has with kv_format=(bits, group_size, start)"
+                )
+            form = state.meta.get("bits"), state.meta.get("group_size")
+            if kv_format is not None and form not in ((None, None), tuple(kv_format[:2])):
+                raise ValueError(f"layer {i} has bits and group_size {form}, kv_format says {tuple(kv_format[:2])}")
 
     def _count_fetch(self, hit: Hit, total: int) -> None:
         with self._lock:
@@ -321,14 +351,19 @@ class Recorder:
     It keeps the list of caches it was given, and reads their arrays only inside ``advance`` and ``finish``.
     """
 
-    def __init__(self, cache: PrefixCache, chain: KeyChain, caches: Sequence[Any], start: int) -> None:
+    def __init__(
+        self, cache: PrefixCache, chain: KeyChain, caches: Sequence[Any], start: int, kv_format: KvFormat | None
+    ) -> None:
         self._cache = cache
         self._chain = chain
         self._caches = caches
+        self._kv_format = kv_format
         self._stored_blocks = start // cache.block_size
 
     def next_cut(self, n: int) -> int:
         """Where the next prefill chunk that starts at token ``n`` should end at the earliest: a block boundary."""
+        if not _is_count(n):
+            raise ValueError(f"n is {n!r}, expected a number of tokens")
         return (n // self._cache.block_size + 1) * self._cache.block_size
 
     def advance(self, n: int, tokens: Any = None) -> StoreReport:
@@ -337,24 +372,32 @@ class Recorder:
         Stores the blocks that became complete; where none did, it returns at once and looks at nothing. ValueError if
         the caches stand at fewer tokens, or if ``n`` is beyond the tokens known.
         """
-        if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-            raise ValueError(f"n is {n!r}, expected a number of tokens")
         if tokens is not None and len(tokens) > 0:
             self._chain.extend(tokens)
-        if n > len(self._chain.tokens):
-            raise ValueError(f"n is {n}, but only {len(self._chain.tokens)} tokens are known")
+        self._check(n)
         whole = n // self._cache.block_size
         if whole <= self._stored_blocks:
             return StoreReport(stored_tokens=self._stored_blocks * self._cache.block_size)
-        report = self._cache._record(self._chain, self._caches, n, first_block=self._stored_blocks, tail=False)
+        report = self._cache._record(
+            self._chain, self._caches, n, self._kv_format, first_block=self._stored_blocks, tail=False
+        )
         self._stored_blocks = max(self._stored_blocks, report.stored_tokens // self._cache.block_size)
         return report
+
+    def _check(self, n: int) -> None:
+        if not _is_count(n) or n > len(self._chain.tokens):
+            raise ValueError(f"n is {n!r}, but only {len(self._chain.tokens)} tokens are known")
 
     def finish(self, n: int | None = None) -> StoreReport:
         """Stores what is left, the short block behind the last whole one included. ``n``: tokens the caches stand at;
         default: all tokens known."""
         upto = len(self._chain.tokens) if n is None else n
-        return self._cache._record(self._chain, self._caches, upto, first_block=self._stored_blocks)
+        self._check(upto)
+        return self._cache._record(self._chain, self._caches, upto, self._kv_format, first_block=self._stored_blocks)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _raise(status: Status) -> None:
@@ -372,8 +415,8 @@ def _make_caches(model: Any) -> list[Any]:
     return list(make_prompt_cache(model))
 
 
-def _spare_rows(prototypes: Sequence[Any]) -> bool | None:
-    """Whether rebuilt caches may have room to grow; None if there is a class that no handler knows.
+def _own_layers(prototypes: Sequence[Any]) -> list[LayerState] | None:
+    """What the model's own caches are; None if there is a class that no handler knows.
 
     ValueError unless the prototypes are empty.
     """
@@ -384,7 +427,7 @@ def _spare_rows(prototypes: Sequence[Any]) -> bool | None:
         return None
     if common_offset(states):
         raise ValueError(f"prototype caches must be empty, but they hold {common_offset(states)} tokens")
-    return all(handler_named(state.type_name).spare_rows for _, state in walk(states))
+    return states
 
 
 def _fingerprint(model: Any) -> str:

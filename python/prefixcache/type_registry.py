@@ -96,16 +96,6 @@ def common_offset(states: Sequence[LayerState]) -> int | None:
     return first[1].offset if first else None
 
 
-def exact_slots(states: Sequence[LayerState]) -> frozenset[str]:
-    """Global names of the slots whose arrays must hold exactly the rows up to n: no room to grow."""
-    return frozenset(
-        f"{path}/{slot.name}"
-        for path, state in walk(states)
-        if not handler_named(state.type_name, f"layer {path}").spare_rows
-        for slot in state.slots
-    )
-
-
 def rebuild_layers(prototypes: Sequence[Any], states: Sequence[LayerState], n: int) -> list[Any]:
     """New caches that stand at n tokens and own the arrays of ``states``; ``prototypes`` (fresh caches of the model)
     give the classes and stay as they are.

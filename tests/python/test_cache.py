@@ -463,7 +463,7 @@ class TestIsolation:
     def test_many_images_over_the_same_tokens(self, tmp_path: Path) -> None:
         """A digest folded to 16 bits meets its like within some hundred images."""
         names = [f"image {number}" for number in range(700)]
-        with open_cache(tmp_path / "cache", block_size=2, write="ram_only") as cache:
+        with open_cache(None, caches=make_caches("kv", 1), block_size=2, write="ram_only") as cache:
             for name in names:
                 assert cache.fetch([1, 2, 3], extra_keys=[(0, 2, name)]).reason == "no_match"
                 assert cache.store([1, 2], filled([1, 2], layers=1), extra_keys=[(0, 2, name)]).new_blocks == 1
@@ -507,14 +507,39 @@ class TestIsolation:
 
     def test_one_namespace_for_two_structures_is_a_miss_not_wrong_rows(self, tmp_path: Path) -> None:
         """The caller promised that both models are exchangeable; the stored structure says that they are not."""
-        with open_cache(tmp_path / "cache", "kv") as cache:
-            cache.store(TOKENS, filled(TOKENS))
         for prototypes in (make_caches("concatenate"), make_caches("kv", 3), make_caches("kv", 1)):
+            with open_cache(tmp_path / "cache", "kv") as cache:
+                cache.store(TOKENS, filled(TOKENS))
             with open_cache(tmp_path / "cache", caches=prototypes) as cache:
                 hit = cache.fetch(TOKENS)
                 assert (hit.cached_tokens, hit.reason) == (0, "structure_mismatch")
                 assert [layer.offset for layer in hit.caches] == [0] * len(prototypes)
                 assert [type(layer) for layer in hit.caches] == [type(layer) for layer in prototypes]
+                assert cache.fetch(TOKENS).reason == "no_match"  # and it stands in nobody's way any more
+
+    def test_quantised_rows_need_their_format(self, cache: PrefixCache) -> None:
+        """Without one, a plain request would be served rows that lost precision."""
+        with pytest.raises(ValueError, match="layer 0 is a QuantizedKVCache .*kv_format"):
+            cache.store(TOKENS, filled(TOKENS, "quantized"))
+        with pytest.raises(ValueError, match=r"layer 0 has bits and group_size .*\(3, 64\)"):
+            cache.store(TOKENS, filled(TOKENS, "quantized"), kv_format=(3, 64, 0))
+
+    def test_rows_of_another_dtype_heal(self, tmp_path: Path) -> None:
+        """One namespace for two dtypes is the caller's mistake; it must not break the prompt for ever."""
+        longer = [*TOKENS, *range(40)]
+        with open_cache(tmp_path / "cache") as cache:
+            cache.store(TOKENS, filled(TOKENS))
+            half = filled(longer)
+            for layer in half:
+                layer.keys, layer.values = layer.keys.astype(mx.float16), layer.values.astype(mx.float16)
+            cache.store(longer, half)
+            first = cache.fetch(longer)
+            assert first.reason in ("damaged", "end_of_stored")
+            check_hit(first, longer)
+            cache.store(longer, filled(longer))
+            hit = cache.fetch(longer)
+            assert hit.cached_tokens == len(longer) - 1
+            check_hit(hit, longer)
 
 
 class TestStats:

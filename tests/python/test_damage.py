@@ -326,3 +326,53 @@ def test_a_removed_directory_is_filled_again_by_one_store(tmp_path: Path) -> Non
         assert cache.store(TOKENS, filled(TOKENS)).stored_tokens == 41
         cache.flush()
         assert cache.fetch([*TOKENS, 1]).cached_tokens == 41
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_names_that_make_a_circle(tmp_path: Path, length: int) -> None:
+    """A block that is its own ancestor by name must hang neither open nor fetch."""
+    folder = stored(tmp_path / "cache")[0].parent.parent
+    keys = [f"{number:02x}" * 32 for number in range(1, length + 1)]
+    for number, key in enumerate(keys):
+        (folder / key[:2]).mkdir(mode=0o700, exist_ok=True)
+        (folder / key[:2] / f"{key}-{keys[number - 1][:16]}-8.kv.safetensors").write_bytes(b"x" * 100)
+    with open_cache(tmp_path / "cache") as cache:
+        assert fetch_whole(cache).cached_tokens == 41
+        cache.store([*TOKENS, 1, 2], filled([*TOKENS, 1, 2]))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_links_below_the_directory_are_refused(tmp_path: Path, depth: int) -> None:
+    folder = stored(tmp_path / "cache")[0].parent.parent
+    path = folder.parent if depth == 1 else folder
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="link"):
+        open_cache(tmp_path / "cache")
+
+
+def test_two_caches_write_the_same_blocks(tmp_path: Path) -> None:
+    """Their temporary files have names of their own."""
+    with open_cache(tmp_path / "cache") as one, open_cache(tmp_path / "cache") as two:
+        for start in range(0, 400, 40):
+            tokens = list(range(start, start + 40))
+            one.store(tokens, filled(tokens))
+            two.store(tokens, filled(tokens))
+        one.flush()
+        two.flush()
+        assert one.stats()["write_errors"] == two.stats()["write_errors"] == 0
+
+
+def test_what_another_namespace_loses_leaves_prefixes(tmp_path: Path) -> None:
+    tokens = list(range(80))
+    with open_cache(tmp_path / "cache", namespace="a") as cache:
+        cache.store(tokens, filled(tokens))
+    size = sum(path.stat().st_size for path in part_files(tmp_path / "cache"))
+    with open_cache(tmp_path / "cache", namespace="b", disk=size + size // 20) as cache:
+        cache.store(TOKENS[:16], filled(TOKENS[:16]))
+    left = len([path for path in part_files(tmp_path / "cache") if "/a/" in str(path)])
+    assert 0 < left < 10
+    with open_cache(tmp_path / "cache", namespace="a") as cache:
+        hit = cache.fetch(tokens)
+        check_hit(hit, tokens)
+        assert hit.cached_tokens == left * 8

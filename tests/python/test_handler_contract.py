@@ -18,7 +18,7 @@ from mlx_lm.models.cache import ConcatenateKVCache, KVCache, QuantizedKVCache
 
 from prefixcache._layer_state import ALL, LayerState, decode_structure, encode_structure, flatten, unflatten
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import common_offset, describe_layers, exact_slots, rebuild_layers, registered
+from prefixcache.type_registry import common_offset, describe_layers, handler_named, rebuild_layers, registered
 
 # Buffers grow in steps of 256: just below, at and above a step.
 LENGTHS = [1, 255, 256, 257, 300]
@@ -103,14 +103,14 @@ def _same(left: Any, right: Any) -> bool:
 def _gather(states: list[LayerState], n: int, spare: int) -> list[LayerState]:
     """What a store does between the two ends: rows [0, n) into fresh arrays with zeroed room, through the text."""
     arrays = {}
-    exact = exact_slots(states)
     for name, slot in flatten(states):
         array = slot.data
         if slot.seq_axis is not None:
             assert slot.reach == ALL
             array = mx.split(array, [n], axis=slot.seq_axis)[0]
             room = list(array.shape)
-            room[slot.seq_axis] = 0 if name in exact else spare
+            layer = states[int(name.split("/")[0])]
+            room[slot.seq_axis] = spare if handler_named(layer.type_name).spare_rows else 0
             array = mx.concatenate([array, mx.zeros(room, array.dtype)], axis=slot.seq_axis)
         arrays[name] = mx.contiguous(array)
     mx.eval(arrays)

@@ -26,7 +26,6 @@ from prefixcache.errors import Unsupported
 from prefixcache.type_registry import (
     common_offset,
     describe_layers,
-    exact_slots,
     handler_for,
     handler_named,
     rebuild_layers,
@@ -119,11 +118,6 @@ def test_common_offset_looks_at_children() -> None:
     states = [LayerState("KVCache", offset=4), LayerState("List", children=(LayerState("KVCache", offset=3),))]
     with pytest.raises(ValueError, match=r"layer 0 .* 4, layer 1/0 .* 3"):
         common_offset(states)
-
-
-def test_exact_slots() -> None:
-    states = describe_layers([_filled(4), _filled(4, ConcatenateKVCache)])
-    assert exact_slots(states) == {"1/keys", "1/values"}
 
 
 def test_rebuild_layers() -> None:
