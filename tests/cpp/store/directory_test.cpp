@@ -105,23 +105,25 @@ TEST_F(DirectoryTest, ScanFindsPartsByNameAloneAndCountsTheRest) {
   EXPECT_EQ(directory.used(), 100u + 200 + 1000 + 200 + 5);
 }
 
-TEST_F(DirectoryTest, EvictsOtherFilesOldestFirst) {
+TEST_F(DirectoryTest, EvictsTheOldestChainOfOthersFirstAndDeepestFirst) {
   auto other = open("other");
   ASSERT_TRUE(other.prepare().is_ok());
-  const auto blocks = chain(3, 4);
-  for (const auto& block : blocks) ASSERT_TRUE(write(other, block, 100).is_ok());
+  // The newer chain's first block was written long ago, as first blocks are.
+  std::vector<Block> blocks = chain(1, 4, 7);
+  for (const auto& block : chain(3, 4)) blocks.push_back(block);
+  const int hours[] = {2, 9, 3, 1};
   const auto now = fs::file_time_type::clock::now();
-  for (int i = 0; i < 3; ++i) {
-    const auto& block = blocks[static_cast<std::size_t>(i)];
-    fs::last_write_time(other.path_of(name_of(block)), now - std::chrono::hours((i + 1) % 3));
+  for (std::size_t i = 0; i < blocks.size(); ++i) {
+    ASSERT_TRUE(write(other, blocks[i], 100).is_ok());
+    fs::last_write_time(other.path_of(name_of(blocks[i])), now - std::chrono::hours(hours[i]));
   }
   auto directory = open();
   ASSERT_TRUE(directory.prepare().is_ok());
   EXPECT_TRUE(directory.scan().empty());
-  for (const std::size_t oldest : {1u, 0u, 2u}) {
-    ASSERT_TRUE(fs::exists(other.path_of(name_of(blocks[oldest]))));
+  for (const std::size_t next : {0u, 3u, 2u, 1u}) {
+    ASSERT_TRUE(fs::exists(other.path_of(name_of(blocks[next]))));
     EXPECT_TRUE(directory.evict_foreign());
-    EXPECT_FALSE(fs::exists(other.path_of(name_of(blocks[oldest])))) << oldest;
+    EXPECT_FALSE(fs::exists(other.path_of(name_of(blocks[next])))) << next;
   }
   EXPECT_FALSE(directory.evict_foreign());
   EXPECT_EQ(directory.used(), 0u);

@@ -101,8 +101,8 @@ TEST_F(GatherPlanTest, ASlotInAnotherFormIsNamedByItsBlock) {
     plan_ = {};
     add(blocks[0], {other});
     add(blocks[1], {kKeys});
-    EXPECT_EQ(make(testing::request_for(blocks)).code(), StatusCode::NotFound);
-    EXPECT_EQ(bad_, 0u);
+    EXPECT_EQ(make(testing::request_for(blocks)).code(), StatusCode::Corrupt);
+    EXPECT_EQ(bad_, 1u);
   }
 }
 
@@ -141,8 +141,8 @@ TEST_F(GatherPlanTest, MoreThanMemoryOrAddressesHoldIsFull) {
     request.keys = {testing::test_root()};
     request.capacity = std::numeric_limits<mlx::core::ShapeElem>::max();
     plan_ = {};
-    ASSERT_TRUE(make(request).is_ok());
-    EXPECT_EQ(plan_.allocate().code(), StatusCode::Full);
+    const Status planned = make(request);
+    EXPECT_EQ((planned.is_ok() ? plan_.allocate() : planned).code(), StatusCode::Full);
   }
 }
 
