@@ -18,7 +18,7 @@ demo: $(BUILD)/.installed  ## restore a real model's prefix, in this process and
 	@scripts/system-packages test
 	@$(RUN) $(BIN)/python examples/demo.py
 
-test: $(BUILD)/.installed lint  ## every kind of test, the long ones in a short form
+test: $(BUILD)/.tests lint  ## every kind of test, the long ones in a short form
 	$(RUN) ctest --test-dir $(BUILD) --output-on-failure -j 2
 	$(RUN) $(BIN)/python -m pytest -m "not long"
 
@@ -68,8 +68,14 @@ $(VENV)/.ready: pyproject.toml scripts/system-packages
 	@$(BIN)/python -m pip install -q --group pair --group build --group test --group lint
 	@touch $@
 
-$(BUILD)/.installed: $(VENV)/.ready $(SOURCES) $(wildcard tests/cpp/*/*.cpp tests/cpp/*/*.h tests/cpp/CMakeLists.txt tests/fuzz/*)
+$(BUILD)/.installed: $(VENV)/.ready $(SOURCES)
 	@echo "building"
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation --no-deps . \
-	  -Cbuild-dir=$(BUILD) -Ccmake.define.PREFIXCACHE_BUILD_TESTS=ON
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation --no-deps . -Cbuild-dir=$(BUILD)
+	@touch $@
+
+# In the package's own build tree, so that the library is compiled once.
+$(BUILD)/.tests: $(BUILD)/.installed $(wildcard tests/cpp/*/*.cpp tests/cpp/*/*.h tests/cpp/CMakeLists.txt tests/fuzz/*)
+	@echo "building the C++ tests"
+	@$(RUN) cmake -S . -B $(BUILD) -DPREFIXCACHE_BUILD_TESTS=ON >$(BUILD)/tests.log 2>&1 || { cat $(BUILD)/tests.log; exit 1; }
+	@$(RUN) cmake --build $(BUILD) >$(BUILD)/tests.log 2>&1 || { cat $(BUILD)/tests.log; exit 1; }
 	@touch $@
