@@ -6,6 +6,7 @@ import difflib
 import importlib.metadata
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,11 @@ def test_the_stub_is_current(tmp_path: Path) -> None:
     done = run("-m", "nanobind.stubgen", "-q", "-m", "prefixcache._core", "-o", str(fresh), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     stub = (PACKAGE / "_core.pyi").read_text(encoding="utf-8").splitlines()
-    difference = difflib.unified_diff(stub, fresh.read_text(encoding="utf-8").splitlines(), "committed", "fresh")
+    # Python 3.12 shows the buffer protocol as methods, older ones do not.
+    text = re.sub(
+        r'    def __(release_)?buffer__\(.*?\n        """\n.*?\n        """\n\n', "", fresh.read_text(encoding="utf-8")
+    )
+    difference = difflib.unified_diff(stub, text.splitlines(), "committed", "fresh")
     assert "\n".join(difference) == ""
 
 
