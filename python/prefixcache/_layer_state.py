@@ -31,13 +31,18 @@ _MAX_RANK = 16
 class Reach:
     """Which blocks a slot must be read from to stand at n tokens.
 
-    ``kind`` is ``"all"`` (every block up to n), ``"window"`` (the blocks that cover the last ``window`` rows, and the
-    first ``keep`` rows) or ``"boundary"`` (only what was captured at n). Use ``ALL``, ``BOUNDARY`` and ``window_of``.
+    ``kind`` is ``"all"`` (every row up to n), ``"window"`` (at most ``window`` rows: the first ``keep`` of the sequence
+    and the last ones before n) or ``"boundary"`` (only what was captured at n). Use ``ALL``, ``BOUNDARY`` and
+    ``window_of``.
     """
 
     kind: str
     window: int = 0
     keep: int = 0
+
+    def first_row(self, n: int) -> int:
+        """The first row behind the kept ones that is needed to stand at n; rows [0, n) are all needed if it is 0."""
+        return 0 if self.kind != "window" or n <= self.window else n - (self.window - self.keep)
 
 
 ALL = Reach("all")
@@ -45,9 +50,9 @@ BOUNDARY = Reach("boundary")
 
 
 def window_of(window: int, keep: int = 0) -> Reach:
-    """The reach of a sliding window of ``window`` rows that also keeps the first ``keep`` rows of the sequence."""
-    if window < 1 or keep < 0:
-        raise ValueError(f"a window needs at least 1 row and keep at least 0, got window={window}, keep={keep}")
+    """The reach of a sliding window of ``window`` rows, the first ``keep`` rows of the sequence among them."""
+    if window < 1 or not 0 <= keep < window:
+        raise ValueError(f"a window needs at least 1 row and keep in [0, window), got window={window}, keep={keep}")
     return Reach("window", window, keep)
 
 
@@ -56,8 +61,9 @@ class Slot:
     """One named array of a layer.
 
     ``array`` may be padded and may have any strides: row i along ``seq_axis`` is token position ``first_row + i``, and
-    rows up to the layer's offset are valid. ``seq_axis`` is None for an array that is stored whole. In a template
-    (``decode_structure``) ``array`` is None.
+    rows up to the layer's offset are valid. ``seq_axis`` is None for an array that is stored whole (reach
+    ``BOUNDARY``). ``head``: rows [0, keep) of a window that keeps them, where ``array`` begins behind them. In a
+    template (``decode_structure``) ``array`` is None.
     """
 
     name: str
@@ -65,6 +71,7 @@ class Slot:
     seq_axis: int | None
     reach: Reach
     first_row: int = 0
+    head: mx.array | None = None
 
     @property
     def data(self) -> mx.array:
@@ -206,7 +213,7 @@ def _reach(value: Json) -> Reach:
     if len(items) != 3 or not isinstance(items[0], str):
         raise _bad("reach", value)
     reach = Reach(items[0], _count(items[1], "reach"), _count(items[2], "reach"))
-    if reach not in (ALL, BOUNDARY) and (reach.kind != "window" or reach.window < 1):
+    if reach not in (ALL, BOUNDARY) and (reach.kind != "window" or not 0 <= reach.keep < reach.window):
         raise _bad("reach", value)
     return reach
 

@@ -33,7 +33,8 @@ _META = st.dictionaries(
     | st.text(max_size=8),
     max_size=3,
 )
-_REACHES = st.just(ALL) | st.just(BOUNDARY) | st.builds(window_of, st.integers(1, 9), st.integers(0, 9))
+_WINDOWS = st.integers(1, 9).flatmap(lambda w: st.builds(window_of, st.just(w), st.integers(0, w - 1)))
+_REACHES = st.just(ALL) | st.just(BOUNDARY) | _WINDOWS
 _SLOTS = st.lists(
     st.builds(Slot, _NAMES, st.none(), st.none() | st.integers(0, 4), _REACHES),
     max_size=3,
@@ -180,7 +181,7 @@ def test_encode_refuses_nan() -> None:
         encode_structure([LayerState("T", meta={"x": float("nan")})])
 
 
-@pytest.mark.parametrize(("window", "keep"), [(0, 0), (-1, 0), (4, -1)])
+@pytest.mark.parametrize(("window", "keep"), [(0, 0), (-1, 0), (4, -1), (4, 4)])
 def test_window_of_refuses(window: int, keep: int) -> None:
     with pytest.raises(ValueError, match=f"window={window}, keep={keep}"):
         window_of(window, keep)

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 
-from prefixcache._layer_state import ALL, LayerState, Slot
+from prefixcache._layer_state import ALL, LayerState, Reach, Slot
 from prefixcache.errors import Unsupported
 
 
@@ -36,11 +36,20 @@ class Handler(ABC):
         not known to have, ``ValueError`` or ``TypeError`` for a cache that contradicts itself.
         """
 
+    def reaches(self, cache: Any, where: str) -> frozenset[Reach]:
+        """The reaches of the slots that a cache with these settings has once it holds tokens; it may be empty now.
+
+        Raises as ``describe`` does for settings that the class cannot have.
+        """
+        return frozenset({ALL})
+
     @abstractmethod
     def rebuild(self, prototype: Any, state: LayerState, n: int, where: str) -> Any:
         """A new cache that stands at n tokens and owns the arrays of ``state``; ``prototype`` is not touched.
 
-        ``prototype`` is one of the model's own fresh caches and gives the class. Raises ``Unsupported`` if the stored
+        Slots of reach ALL have rows [0, n); slots of a window have min(n, window) rows in temporal order, the kept
+        ones first. Either may be followed by spare rows, zero (in a window never beyond ``window`` rows in all), if
+        ``spare_rows``. A layer that held nothing has no slots. ``prototype`` is one of the model's own fresh caches and gives the class. Raises ``Unsupported`` if the stored
         state does not fit it, ``ValueError`` if the arrays do not fit n.
         """
 
