@@ -1,0 +1,1 @@
+"""Tiny models of random weights for every architecture of mlx-lm."""
