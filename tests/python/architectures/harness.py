@@ -24,6 +24,46 @@ import mlx_lm.models
 from mlx.utils import tree_flatten
 
 VOCABULARY = 128
+WINDOW = 24  # a window that is no multiple of the tests' blocks of 16 tokens, and that short prompts fill
+
+# Sizes under the names that most modules use; ModelArgs.from_dict ignores those that a module does not know.
+SIZES: dict[str, Any] = {
+    "model_type": "tiny",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-5,
+    "layer_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "mlp_bias": True,
+    # mixtures of experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 1,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "n_group": 1,
+    "topk_group": 1,
+    # multi-head latent attention
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "sliding_window": WINDOW,
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +75,11 @@ class Config:
     shim: Callable[[ModuleType], None] | None = None
     note: str = ""
     probes: tuple[str, ...] = ()
+
+
+def sized(**args: Any) -> dict[str, Any]:
+    """SIZES with some of them replaced and others added."""
+    return {**SIZES, **args}
 
 
 @functools.cache
