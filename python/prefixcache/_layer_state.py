@@ -114,7 +114,8 @@ def flatten(states: Sequence[LayerState]) -> list[tuple[str, Slot]]:
 
 
 def unflatten(template: Sequence[LayerState], arrays: Mapping[str, mx.array], offset: int) -> list[LayerState]:
-    """Fills a template with arrays by global slot name; layers that count tokens then stand at ``offset``.
+    """Fills a template with arrays by global slot name; layers that count tokens then stand at ``offset``,
+    or at 0 if they hold nothing.
 
     Row 0 of every array is token position 0. ValueError if an array is missing, left over or lacks the sequence axis.
     """
@@ -135,7 +136,8 @@ def _fill(state: LayerState, path: str, arrays: Mapping[str, mx.array], offset: 
             raise ValueError(f"{path}/{slot.name}: axis {slot.seq_axis} expected, the array has shape {array.shape}")
         slots.append(Slot(slot.name, array, slot.seq_axis, slot.reach))
     children = tuple(_fill(child, f"{path}/{i}", arrays, offset) for i, child in enumerate(state.children))
-    return LayerState(state.type_name, tuple(slots), state.meta, children, None if state.offset is None else offset)
+    stands_at = None if state.offset is None else offset if slots else 0
+    return LayerState(state.type_name, tuple(slots), state.meta, children, stands_at)
 
 
 def structure(states: Sequence[LayerState]) -> list[Json]:

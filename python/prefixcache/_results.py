@@ -31,6 +31,7 @@ STORE_REASONS = frozenset(
         "too_short",  # no token to store
         "unsupported_type",  # a cache class that no handler knows
         "unknown_field",  # a cache with attributes that its class is not known to have
+        "running_request",  # a cache with lengths or paddings of the request that is running
         "queue_full",  # the disk is slower than the store for too long, or memory is short: the rest was left out
         "closed",  # the cache is closed
     }

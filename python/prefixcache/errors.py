@@ -6,7 +6,7 @@ caches that are sound but that this library will not store or rebuild.
 
 from __future__ import annotations
 
-REASONS = frozenset({"unsupported_type", "unknown_field", "structure_mismatch"})
+REASONS = frozenset({"unsupported_type", "unknown_field", "running_request", "structure_mismatch"})
 """Why a cache is refused. These words reach reports and metrics: do not change them."""
 
 
@@ -15,8 +15,9 @@ class Unsupported(ValueError):
 
     ``reason`` is one of ``REASONS``:
 
-    * ``unsupported_type``: no handler knows the class;
+    * ``unsupported_type``: no handler knows the class, or a value in it is of a type that it is not known to hold;
     * ``unknown_field``: the object does not have exactly the attributes its class is known to have;
+    * ``running_request``: it carries lengths or paddings of the request that is running, which no other may inherit;
     * ``structure_mismatch``: what was stored does not fit the model's own caches.
     """
 

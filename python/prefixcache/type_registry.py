@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from prefixcache._handlers.arrays import ArraysCacheHandler
 from prefixcache._handlers.base import Handler
+from prefixcache._handlers.cache_list import CacheListHandler
+from prefixcache._handlers.chunked import ChunkedKVCacheHandler
+from prefixcache._handlers.deepseek_v41 import DeepseekV41Handler
 from prefixcache._handlers.kv import ConcatenateKVCacheHandler, KVCacheHandler
 from prefixcache._handlers.quantized import QuantizedKVCacheHandler
-from prefixcache._layer_state import LayerState, walk
+from prefixcache._handlers.rotating import RotatingKVCacheHandler
+from prefixcache._layer_state import LayerState, Reach, walk
 from prefixcache.errors import Unsupported
 
 _MLX_LM = "mlx_lm.models.cache"
@@ -32,11 +37,6 @@ def register(module: str, class_name: str, handler: Handler) -> None:
         raise ValueError(f"type name {handler.type_name!r} belongs to another handler")
     _by_class[(module, class_name)] = handler
     _by_name[handler.type_name] = handler
-
-
-register(_MLX_LM, "KVCache", KVCacheHandler())
-register(_MLX_LM, "ConcatenateKVCache", ConcatenateKVCacheHandler())
-register(_MLX_LM, "QuantizedKVCache", QuantizedKVCacheHandler())
 
 
 def registered() -> dict[tuple[str, str], Handler]:
@@ -65,6 +65,16 @@ def handler_named(type_name: str, where: str = "cache") -> Handler:
     return handler
 
 
+register(_MLX_LM, "KVCache", KVCacheHandler())
+register(_MLX_LM, "ConcatenateKVCache", ConcatenateKVCacheHandler())
+register(_MLX_LM, "QuantizedKVCache", QuantizedKVCacheHandler())
+register(_MLX_LM, "RotatingKVCache", RotatingKVCacheHandler())
+register(_MLX_LM, "ChunkedKVCache", ChunkedKVCacheHandler())
+register(_MLX_LM, "ArraysCache", ArraysCacheHandler())
+register(_MLX_LM, "CacheList", CacheListHandler(handler_for, handler_named))
+register("mlx_lm.models.deepseek_v41", "LayerCache", DeepseekV41Handler())
+
+
 def describe_layers(caches: Sequence[Any]) -> list[LayerState]:
     """The state of every layer, in order; nothing is evaluated or copied.
 
@@ -77,36 +87,49 @@ def describe_layers(caches: Sequence[Any]) -> list[LayerState]:
     return states
 
 
+def reaches_of(prototypes: Sequence[Any]) -> frozenset[Reach]:
+    """The reaches of all slots that caches like these have once they hold tokens, children included.
+
+    Raises as ``describe_layers``.
+    """
+    found: frozenset[Reach] = frozenset()
+    return found.union(*(handler_for(cache, where).reaches(cache, where) for where, cache in _labelled(prototypes)))
+
+
 def common_offset(states: Sequence[LayerState]) -> int | None:
     """The number of tokens that all counting layers, children included, stand at; None if none counts.
 
-    ValueError names the layers that disagree.
+    A layer that holds nothing agrees with every other: some stay empty for ever. ValueError names the layers that
+    disagree.
     """
-    first: tuple[str, LayerState] | None = None
-    for path, state in walk(states):
-        if state.offset is None:
-            continue
-        if first is None:
-            first = (path, state)
-        elif state.offset != first[1].offset:
+    counting = [(path, state) for path, state in walk(states) if state.offset is not None]
+    holding = [(path, state) for path, state in counting if state.slots or state.offset]
+    if not holding:
+        return 0 if counting else None
+    first, *others = holding
+    for path, state in others:
+        if state.offset != first[1].offset:
             raise ValueError(
                 f"layers disagree on the number of tokens: layer {first[0]} ({first[1].type_name}) stands at "
                 f"{first[1].offset}, layer {path} ({state.type_name}) at {state.offset}"
             )
-    return first[1].offset if first else None
+    return first[1].offset
 
 
 def rebuild_layers(prototypes: Sequence[Any], states: Sequence[LayerState], n: int) -> list[Any]:
     """New caches that stand at n tokens and own the arrays of ``states``; ``prototypes`` (fresh caches of the model)
     give the classes and stay as they are.
 
-    Raises ``Unsupported`` where the stored layers do not fit the model's, ValueError where arrays do not fit n.
+    A layer that held nothing stays empty. Raises ``Unsupported`` where the stored layers do not fit the model's or
+    none holds anything, ValueError where arrays do not fit n.
     """
     labelled = _labelled(prototypes)
     if n < 0:
         raise ValueError(f"n must not be negative, got {n}")
     if len(labelled) != len(states):
         raise Unsupported("structure_mismatch", f"{len(states)} layers are stored, the model has {len(labelled)}")
+    if n > 0 and not any(state.slots for _, state in walk(states)):
+        raise Unsupported("structure_mismatch", f"nothing is stored in any layer, expected {n} tokens")
     caches = []
     for (where, prototype), state in zip(labelled, states, strict=True):
         handler_for(prototype, where)

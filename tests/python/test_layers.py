@@ -21,8 +21,8 @@ PYTHON_LAYERS = [
     {"_build_info", "errors", "_sizes", "_core"},
     {"_check_mlx", "_layer_state", "_keys", "_fingerprint", "_results"},
     {"_handlers", "_handlers.base"},
-    {"_handlers.kv"},
-    {"_handlers.quantized"},
+    {"_handlers.kv", "_handlers.rotating", "_handlers.chunked", "_handlers.arrays", "_handlers.cache_list"},
+    {"_handlers.quantized", "_handlers.deepseek_v41"},
     {"type_registry"},
     {"_boundary", "_record"},
     {"_restore"},
@@ -139,6 +139,11 @@ def test_a_handler_file_names_its_own_family_only(module: str) -> None:
         "_handlers.base": set[str](),
         "_handlers.kv": {"KVCache", "ConcatenateKVCache"},
         "_handlers.quantized": {"QuantizedKVCache"},
+        "_handlers.rotating": {"RotatingKVCache"},
+        "_handlers.chunked": {"ChunkedKVCache"},
+        "_handlers.arrays": {"ArraysCache"},
+        "_handlers.cache_list": {"CacheList"},
+        "_handlers.deepseek_v41": {"LayerCache", "DeepseekV41LayerCache"},
     }
     assert module in families, f"say in this test which classes {module} may name"
     assert set(CACHE_CLASSES.findall(modules()[module].read_text(encoding="utf-8"))) <= families[module]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 from mlx_lm.models.cache import (
     ArraysCache,
     BatchKVCache,
+    BatchRotatingKVCache,
     CacheList,
+    ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
     QuantizedKVCache,
@@ -21,13 +24,25 @@ from mlx_lm.models.cache import (
 )
 
 from prefixcache._handlers.kv import KVCacheHandler
-from prefixcache._layer_state import BOUNDARY, LayerState, Slot, flatten, walk
+from prefixcache._layer_state import (
+    ALL,
+    BOUNDARY,
+    LayerState,
+    Slot,
+    decode_structure,
+    encode_structure,
+    flatten,
+    unflatten,
+    walk,
+    window_of,
+)
 from prefixcache.errors import Unsupported
 from prefixcache.type_registry import (
     common_offset,
     describe_layers,
     handler_for,
     handler_named,
+    reaches_of,
     rebuild_layers,
     register,
     registered,
@@ -36,6 +51,14 @@ from prefixcache.type_registry import (
 
 class OwnCache(KVCache):
     """A subclass may behave differently, so it is not its parent."""
+
+
+class OwnList(CacheList):
+    """Of caches that are known."""
+
+
+class OwnRing(RotatingKVCache):
+    """A ring that may turn the other way."""
 
 
 def _filled(n: int, cls: Any = KVCache) -> Any:
@@ -47,8 +70,7 @@ def _filled(n: int, cls: Any = KVCache) -> Any:
 
 def test_registered_classes_exist() -> None:
     for (module, name), handler in registered().items():
-        assert module == mlx_lm_cache.__name__
-        assert hasattr(mlx_lm_cache, name)
+        assert hasattr(importlib.import_module(module), name)
         assert handler_named(handler.type_name) is handler
 
 
@@ -63,7 +85,7 @@ def test_lookup_imports_no_model_package() -> None:
 
 @pytest.mark.parametrize(
     "cache",
-    [OwnCache(), RotatingKVCache(8), ArraysCache(2), CacheList(KVCache()), mlx_lm_cache.ChunkedKVCache(8)],
+    [OwnCache(), OwnRing(8), OwnList(KVCache()), CacheList(KVCache(), OwnCache()), CacheList(CacheList(OwnRing(8)))],
     ids=lambda cache: type(cache).__name__,
 )
 def test_unknown_classes_are_unsupported(cache: Any) -> None:
@@ -72,10 +94,22 @@ def test_unknown_classes_are_unsupported(cache: Any) -> None:
     assert caught.value.reason == "unsupported_type"
 
 
-def test_batch_classes_come_with_advice() -> None:
-    with pytest.raises(Unsupported, match=r"layer 0 .*extract\(i\)") as caught:
-        describe_layers([BatchKVCache([0, 1])])
-    assert caught.value.reason == "unsupported_type"
+BATCHED = {
+    "BatchKVCache": lambda: BatchKVCache([0, 1]),
+    "BatchRotatingKVCache": lambda: BatchRotatingKVCache(8, [0, 1]),
+}
+
+
+def test_all_batch_classes_are_known_here() -> None:
+    assert {name for name in vars(mlx_lm_cache) if name.startswith("Batch")} == BATCHED.keys()
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_batch_classes_come_with_advice(name: str) -> None:
+    for cache in (BATCHED[name](), CacheList(KVCache(), BATCHED[name]())):
+        with pytest.raises(Unsupported, match=rf"layer 0 .*{name}; extract each row first: extract\(i\)") as caught:
+            describe_layers([cache])
+        assert caught.value.reason == "unsupported_type"
 
 
 @pytest.mark.parametrize(
@@ -114,6 +148,44 @@ def test_common_offset() -> None:
         common_offset(describe_layers([_filled(7), _filled(6)]))
 
 
+def test_empty_layers_agree_with_every_offset() -> None:
+    """One of nemotron-nas's layers never holds anything."""
+    for empty in (KVCache(), RotatingKVCache(8), QuantizedKVCache(), CacheList(KVCache(), RotatingKVCache(8))):
+        assert common_offset(describe_layers([empty, _filled(7), empty])) == 7
+        assert common_offset(describe_layers([_filled(7), empty])) == 7
+        assert common_offset(describe_layers([empty, ArraysCache(2)])) == 0
+    assert common_offset(describe_layers([ArraysCache(2)])) is None
+    trimmed = _filled(7)
+    trimmed.trim(7)
+    with pytest.raises(ValueError, match="layer 0 .* at 0, layer 1 .* at 7"):
+        common_offset(describe_layers([trimmed, _filled(7)]))
+
+
+def test_empty_layers_stay_empty() -> None:
+    prototypes = [KVCache(), KVCache(), RotatingKVCache(8), CacheList(KVCache(), ConcatenateKVCache(), ArraysCache(1))]
+    states = describe_layers([prototypes[0], _filled(7), *prototypes[2:]])
+    template = decode_structure(encode_structure(states))
+    stored = unflatten(template, {name: slot.data for name, slot in flatten(states)}, 7)
+    assert [state.offset for _, state in walk(stored)] == [0, 7, 0, None, 0, 0, None]
+    rebuilt = rebuild_layers(prototypes, stored, 7)
+    assert [cache.empty() for cache in rebuilt] == [True, False, True, True]
+    assert [cache.offset for cache in [*rebuilt[:3], *rebuilt[3].caches[:2]]] == [0, 7, 0, 0, 0]
+
+
+def test_reaches_of() -> None:
+    assert reaches_of([KVCache(), QuantizedKVCache(), ConcatenateKVCache()]) == {ALL}
+    mixed = [CacheList(ArraysCache(2), CacheList(RotatingKVCache(16, 4), KVCache())), ChunkedKVCache(32)]
+    assert reaches_of(mixed) == {BOUNDARY, ALL, window_of(16, 4), window_of(32)}
+    assert reaches_of([CacheList()]) == frozenset()
+    assert reaches_of([RotatingKVCache(8), RotatingKVCache(9)]) == {window_of(8), window_of(9)}
+    with pytest.raises(Unsupported, match="layer 1 .*OwnCache"):
+        reaches_of([KVCache(), CacheList(OwnCache())])
+    with pytest.raises(TypeError, match="layer 0"):
+        reaches_of([None])
+    with pytest.raises(ValueError, match="empty"):
+        reaches_of([])
+
+
 def test_common_offset_looks_at_children() -> None:
     states = [LayerState("KVCache", offset=4), LayerState("List", children=(LayerState("KVCache", offset=3),))]
     with pytest.raises(ValueError, match=r"layer 0 .* 4, layer 1/0 .* 3"):
@@ -141,9 +213,12 @@ def test_rebuild_layers_refuses_another_model() -> None:
     assert caught.value.reason == "structure_mismatch"
     with pytest.raises(Unsupported, match=r"layer 1 .*RotatingKVCache") as caught:
         rebuild_layers([KVCache(), RotatingKVCache(8)], states, 4)
+    assert caught.value.reason == "structure_mismatch"
+    with pytest.raises(Unsupported, match=r"layer 1 .*OwnCache") as caught:
+        rebuild_layers([KVCache(), OwnCache()], states, 4)
     assert caught.value.reason == "unsupported_type"
     with pytest.raises(Unsupported, match="layer 0 .*'Future'") as caught:
-        rebuild_layers([KVCache()], [LayerState("Future", offset=4)], 4)
+        rebuild_layers([KVCache()], [LayerState("Future", states[0].slots, offset=4)], 4)
     assert caught.value.reason == "unsupported_type"
     with pytest.raises(ValueError, match="-1"):
         rebuild_layers([KVCache()] * 2, states, -1)

@@ -49,7 +49,8 @@ class Handler(ABC):
 
         Slots of reach ALL have rows [0, n); slots of a window have min(n, window) rows in temporal order, the kept
         ones first. Either may be followed by spare rows, zero (in a window never beyond ``window`` rows in all), if
-        ``spare_rows``. A layer that held nothing has no slots. ``prototype`` is one of the model's own fresh caches and gives the class. Raises ``Unsupported`` if the stored
+        ``spare_rows``. A layer that held nothing has no slots and stays empty, at offset 0, whatever n is.
+        ``prototype`` is one of the model's own fresh caches and gives the class. Raises ``Unsupported`` if the stored
         state does not fit it, ``ValueError`` if the arrays do not fit n.
         """
 
@@ -91,40 +92,72 @@ def is_empty(arrays: Mapping[str, Any], offset: int, where: str) -> bool:
     return True
 
 
-def row_slots(arrays: Mapping[str, Any], offset: int, where: str) -> tuple[Slot, ...]:
-    """Slots of arrays ``[1, heads, rows, dim]`` or ``[heads, rows, dim]`` whose row i is token i.
+def check_rows(arrays: Mapping[str, Any], where: str) -> int:
+    """How many rows the arrays ``[1, heads, rows, dim]`` or ``[heads, rows, dim]`` have.
 
-    Raises TypeError for something that is no MLX array; ValueError for another rank, more than one sequence, arrays
-    of different lengths, or fewer rows than ``offset``.
+    Raises TypeError for something that is no MLX array; ValueError for another rank, more than one sequence, or arrays
+    of different ranks or lengths.
     """
-    slots = []
     for name, array in arrays.items():
         if not isinstance(array, mx.array):
             raise TypeError(f"{where}: {name} must be an mx.array, not {type(array).__name__}")
         if array.ndim not in (3, 4):
             raise ValueError(f"{where}: {name} must have rank 3 or 4, got shape {array.shape}")
         if array.ndim == 4 and array.shape[0] != 1:
-            raise ValueError(
-                f"{where}: {name} holds {array.shape[0]} sequences, shape {array.shape}; "
-                "store one at a time (extract the row first)"
-            )
-        slots.append(Slot(name, array, array.ndim - 2, ALL))
-    rows = {slot.name: slot.data.shape[-2] for slot in slots}
-    if len(set(rows.values())) > 1:
+            raise several_sequences(f"{name} holds {array.shape[0]} sequences, shape {array.shape}", where)
+    rows: dict[str, int] = {name: array.shape[-2] for name, array in arrays.items()}
+    if len(set(rows.values())) != 1:
         raise ValueError(f"{where}: arrays of different lengths: {rows}")
-    if len({slot.data.ndim for slot in slots}) > 1:
-        raise ValueError(f"{where}: arrays of different ranks: { {s.name: s.data.shape for s in slots} }")
-    if slots and offset > min(rows.values()):
-        raise ValueError(f"{where}: offset {offset} is beyond the {min(rows.values())} rows of its arrays")
-    return tuple(slots)
+    if len({array.ndim for array in arrays.values()}) > 1:
+        raise ValueError(f"{where}: arrays of different ranks: { {n: a.shape for n, a in arrays.items()} }")
+    return next(iter(rows.values()))
 
 
-def stored_arrays(state: LayerState, names: tuple[str, ...], n: int, where: str) -> dict[str, mx.array]:
-    """The arrays of a stored state, checked like those of a live cache; empty for a state of nothing at n = 0."""
+def several_sequences(what: str, where: str) -> ValueError:
+    return ValueError(f"{where}: {what}; store one at a time (extract the row first)")
+
+
+def row_slots(arrays: Mapping[str, Any], offset: int, where: str) -> tuple[Slot, ...]:
+    """Slots of arrays ``[1, heads, rows, dim]`` or ``[heads, rows, dim]`` whose row i is token i.
+
+    Raises as ``check_rows``; ValueError for fewer rows than ``offset``.
+    """
+    check_enough(check_rows(arrays, where), offset, offset, where)
+    return tuple(Slot(name, array, array.ndim - 2, ALL) for name, array in arrays.items())
+
+
+def check_enough(rows: int, needed: int, offset: int, where: str) -> None:
+    """ValueError if there are fewer rows than a cache at ``offset`` must hold."""
+    if needed > rows:
+        raise ValueError(f"{where}: offset {offset} is beyond the {rows} rows of its arrays")
+
+
+def stored_arrays(state: LayerState, names: tuple[str, ...], rows: int, where: str) -> dict[str, mx.array]:
+    """The arrays of a stored state, checked like those of a live cache; empty if the layer held nothing.
+
+    ``Unsupported`` for other slots than ``names``; ValueError for fewer than ``rows`` rows.
+    """
     arrays = state.arrays()
-    if not arrays and n == 0:
-        return {}
-    if tuple(arrays) != names or state.children:
+    if state.children or (arrays and tuple(arrays) != names):
         raise Unsupported("structure_mismatch", f"{where}: stored slots {list(arrays)}, expected {list(names)}")
-    row_slots(arrays, n, where)
+    if arrays:
+        check_enough(check_rows(arrays, where), rows, rows, where)
     return arrays
+
+
+def same_settings(state: LayerState, own: Mapping[str, Any], where: str) -> None:
+    """``Unsupported`` unless the layer was stored with the settings that the model's own cache has."""
+    if dict(state.meta) != dict(own):
+        raise Unsupported(
+            "structure_mismatch", f"{where}: stored with {dict(state.meta)}, the model's own has {dict(own)}"
+        )
+
+
+def whole_number(cache: Any, name: str, lowest: int, where: str) -> int:
+    """The attribute ``name``. TypeError unless it is an int, ValueError if it is below ``lowest``."""
+    value = getattr(cache, name)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{where}: {name} must be an int, not {type(value).__name__} {value!r}")
+    if value < lowest:
+        raise ValueError(f"{where}: {name} must be at least {lowest}, got {value}")
+    return value

@@ -31,7 +31,7 @@ class KVCacheHandler(Handler):
         cache = type(prototype)()
         for name, array in arrays.items():
             setattr(cache, name, array)
-        cache.offset = n
+        cache.offset = n if arrays else 0
         return cache
 
 

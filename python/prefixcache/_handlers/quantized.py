@@ -52,7 +52,7 @@ class QuantizedKVCacheHandler(Handler):
             # The class assigns into the arrays, never into the tuples, and makes tuples itself.
             cache.keys = tuple(arrays["keys" + part] for part in _PARTS)
             cache.values = tuple(arrays["values" + part] for part in _PARTS)
-        cache.offset = n
+        cache.offset = n if arrays else 0
         return cache
 
 
