@@ -66,6 +66,7 @@ $(VENV)/.ready: pyproject.toml scripts/system-packages
 	@echo "setting up $(VENV)"
 	@$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'
 	@$(BIN)/python -m pip install -q --group pair --group build --group test --group lint
+	@$(BIN)/python -m pip install -q --no-deps --group test-no-deps
 	@touch $@
 
 $(BUILD)/.installed: $(VENV)/.ready $(SOURCES)
