@@ -1,92 +1,82 @@
-"""What every handler must do, whatever the cache class. A new family joins by adding one line to FAMILIES.
+"""What every handler must do, whatever the cache class. A new class joins by adding its cases to CASES.
 
-The reference is always a deep copy of the donor that was cut to the same n by the family's own means; the rebuilt
-cache must be indistinguishable from it by anything a model can do with a cache.
+The reference is always an untouched deep copy of the donor, or a donor fed to the same n; the rebuilt cache must be
+indistinguishable from it by anything a model can do with a cache.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ConcatenateKVCache, KVCache, QuantizedKVCache
+from handler_cases import CASES, HandlerCase, leaves, no_change
+from parts import RowsMissing, through_parts
 
-from prefixcache._layer_state import ALL, LayerState, decode_structure, encode_structure, flatten, unflatten
+from prefixcache._layer_state import BOUNDARY, LayerState, decode_structure, encode_structure, flatten, unflatten, walk
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import common_offset, describe_layers, handler_named, rebuild_layers
+from prefixcache.type_registry import common_offset, describe_layers, reaches_of, rebuild_layers, registered
 
 # Buffers grow in steps of 256: just below, at and above a step.
-LENGTHS = [1, 255, 256, 257, 300]
-TOKENS = 900
+LENGTHS = (1, 255, 256, 257, 300)
+# Appended behind a restore: single tokens first, or a chunk first.
+SINGLES = (*[1] * 10, 5, 1, 20)
+CHUNKS = (5, 1, 1, 256, 20, 1, 2)
+
+Plan = Sequence[int]
 
 
-def _rows(heads: int, k_dim: int, v_dim: int, dtype: mx.Dtype) -> Callable[[int, int], tuple[mx.array, mx.array]]:
-    """Keys and values of tokens [start, stop), the same whenever they are asked for."""
-    keys = mx.random.normal((1, heads, TOKENS, k_dim), key=mx.random.key(1)).astype(dtype)
-    values = mx.random.normal((1, heads, TOKENS, v_dim), key=mx.random.key(2)).astype(dtype)
-    mx.eval(keys, values)
-    return lambda start, stop: (keys[:, :, start:stop], values[:, :, start:stop])
+def _plans(case: HandlerCase) -> dict[str, Plan]:
+    """The chunks in which a donor is fed, by name: every phase of a window, and every step of growth."""
+    p = case.period
+    plans: dict[str, Plan] = {}
+    for n in sorted({n for n in (1, p - 1, p, p + 1, 2 * p - 1, 2 * p, 2 * p + 1) if n > 0} if p else LENGTHS):
+        plans[f"{n}"] = [n]
+        size = min(100, p // 2 + 2) if p else 100
+        plans[f"{n} in {size}s"] = [min(size, n - start) for start in range(0, n, size)]
+    if 0 < p <= 32:
+        plans |= {f"{k} singles": [1] * k for k in {1, 2, p, p + 1, 2 * p, 2 * p + 1} if k <= 40}
+        plans |= {f"{p + 3} and {k} singles": [p + 3] + [1] * k for k in {1, 2, p - 1, p, p + 1} if k > 0}
+    else:
+        plans |= {"250 and 8 singles": [250] + [1] * 8, "8 singles": [1] * 8}
+        plans |= {f"{p - 5} and {k} singles": [p - 5] + [1] * k for k in (4, 5, 6, 20) if p}
+        plans |= {f"{p + 40} and 3 singles": [p + 40, 1, 1, 1]} if p else {}
+    return plans
 
 
-def _trim(cache: Any, n: int) -> None:
-    cache.trim(cache.offset - n)
+def _each(choose: Callable[[HandlerCase], bool] = lambda case: True) -> Any:
+    chosen = [case for case in CASES if choose(case)]
+    return pytest.mark.parametrize("case", chosen, ids=[case.id for case in chosen])
 
 
-def _slice(cache: Any, n: int) -> None:
-    # trim() of this class leaves the rows in place, and the next append would keep them.
-    cache.keys, cache.values, cache.offset = cache.keys[..., :n, :], cache.values[..., :n, :], n
+def _has_keys(case: HandlerCase) -> bool:
+    return hasattr(case.make(), "keys")
 
 
-@dataclass(frozen=True)
-class Family:
-    type_name: str
-    make: Callable[[], Any]
-    rows: Callable[[int, int], tuple[mx.array, mx.array]]
-    cut: Callable[[Any, int], None] = _trim
-    prototype: Callable[[], Any] | None = None
-
-    def donor(self, n: int) -> Any:
-        cache = self.make()
-        for start in range(0, n, 100):
-            cache.update_and_fetch(*self.rows(start, min(n, start + 100)))
-        mx.eval([leaf for _, leaf in _leaves(cache)])
-        return cache
-
-    def fresh(self) -> Any:
-        return (self.prototype or self.make)()
-
-    def reference(self, donor: Any, n: int) -> Any:
-        cache = copy.deepcopy(donor)
-        self.cut(cache, n)
-        return cache
+def _rows_only(case: HandlerCase) -> bool:
+    return BOUNDARY not in reaches_of([case.make()])
 
 
-FAMILIES = {
-    "kv": Family("KVCache", KVCache, _rows(2, 8, 8, mx.float32)),
-    "kv-bf16-mla": Family("KVCache", KVCache, _rows(1, 24, 8, mx.bfloat16)),
-    "kv-no-values": Family("KVCache", KVCache, _rows(1, 16, 0, mx.float16)),
-    "concatenate": Family("ConcatenateKVCache", ConcatenateKVCache, _rows(2, 8, 8, mx.float16), _slice),
-    "quantized-8": Family("QuantizedKVCache", QuantizedKVCache, _rows(2, 64, 128, mx.float16)),
-    "quantized-4": Family("QuantizedKVCache", lambda: QuantizedKVCache(32, 4), _rows(2, 64, 64, mx.float32)),
-    "quantized-of-plain": Family(
-        "QuantizedKVCache", lambda: QuantizedKVCache(64, 4), _rows(2, 64, 64, mx.float16), prototype=KVCache
-    ),
-}
+def _feed(case: HandlerCase, plan: Plan) -> Any:
+    cache, start = case.make(), 0
+    for count in plan:
+        mx.eval(case.feed(cache, start, count))
+        start += count
+    return cache
 
 
-@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES.keys())
-def family(request: pytest.FixtureRequest) -> Family:
-    result: Family = request.param
-    return result
+def _all_leaves(cache: Any) -> list[mx.array]:
+    children = getattr(cache, "caches", ())
+    return [*leaves(vars(cache)), *(leaf for child in children for leaf in _all_leaves(child))]
 
 
-def _leaves(cache: Any) -> list[tuple[str, mx.array]]:
-    return [(name, leaf) for name, leaf in tree_flatten(vars(cache)) if isinstance(leaf, mx.array)]
+def _all_fields(cache: Any) -> list[Any]:
+    """The types and names that make an object what it is, children included."""
+    return [type(cache), vars(cache).keys(), [_all_fields(child) for child in getattr(cache, "caches", ())]]
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -97,159 +87,260 @@ def _same(left: Any, right: Any) -> bool:
         return False
     if left.size == 0:
         return True
-    return bool(mx.array_equal(left.view(mx.uint8), right.view(mx.uint8)).item())
+    return _bytes(left) == _bytes(right)
 
 
-def _gather(states: list[LayerState], n: int, spare: int) -> list[LayerState]:
-    """What a store does between the two ends: rows [0, n) into fresh arrays with zeroed room, through the text."""
-    arrays = {}
-    for name, slot in flatten(states):
-        array = slot.data
-        if slot.seq_axis is not None:
-            assert slot.reach == ALL
-            array = mx.split(array, [n], axis=slot.seq_axis)[0]
-            room = list(array.shape)
-            layer = states[int(name.split("/")[0])]
-            room[slot.seq_axis] = spare if handler_named(layer.type_name).spare_rows else 0
-            array = mx.concatenate([array, mx.zeros(room, array.dtype)], axis=slot.seq_axis)
-        arrays[name] = mx.contiguous(array)
-    mx.eval(arrays)
-    return unflatten(decode_structure(encode_structure(states)), arrays, n)
+def _bytes(array: mx.array) -> bytes:
+    return bytes(memoryview(mx.contiguous(array.reshape(-1)).view(mx.uint8)))
 
 
-def _rebuild(family: Family, donor: Any, n: int, spare: int) -> Any:
-    (cache,) = rebuild_layers([family.fresh()], _gather(describe_layers([donor]), n, spare), n)
+def _rebuild(case: HandlerCase, donor: Any, n: int, spare: int = 0) -> Any:
+    (cache,) = rebuild_layers([case.fresh()], through_parts(describe_layers([donor]), n, spare), n)
     return cache
 
 
-def _play(family: Family, cache: Any, n: int) -> Iterator[tuple[str, Any]]:
+def _play(case: HandlerCase, cache: Any, n: int, counts: Plan) -> Iterator[tuple[str, Any]]:
     """Everything a model sees of a cache while tokens n, n + 1, ... are appended."""
-    for count in (1, 1, 5, 1, 256, 20, 1):
-        yield f"mask of {count} at {n}", cache.make_mask(count, return_array=True, window_size=None)
-        yield f"causal mask of {count} at {n}", cache.make_mask(count, return_array=False, window_size=None)
-        returned = cache.update_and_fetch(*family.rows(n, n + count))
-        for name, leaf in tree_flatten(returned):
-            yield f"returned {name} after {count} at {n}", leaf
+    for count in counts:
+        for number, mask in enumerate(case.masks(cache, count)):
+            yield f"mask {number} of {count} at {n}", mask
+        for number, array in enumerate(case.feed(cache, n, count)):
+            yield f"array {number} after {count} at {n}", array
         n += count
-        yield f"offset after {count}", cache.offset
-        yield f"emptiness at {n}", cache.empty()
+        yield f"offset after {count}", getattr(cache, "offset", None)
 
 
-@pytest.mark.parametrize("spare", [0, 1, 300])
-@pytest.mark.parametrize("extra", [0, 37])
-@pytest.mark.parametrize("n", LENGTHS)
-def test_rebuilt_behaves_like_the_donor(family: Family, n: int, extra: int, spare: int) -> None:
-    donor = family.donor(n + extra)
-    rebuilt, reference = _rebuild(family, donor, n, spare), family.reference(donor, n)
-    assert type(rebuilt) is type(reference)
-    assert vars(rebuilt).keys() == vars(reference).keys()
-    for (what, seen), (_, expected) in zip(_play(family, rebuilt, n), _play(family, reference, n), strict=True):
-        assert _same(seen, expected), what
+def _check_play(case: HandlerCase, cache: Any, reference: Any, n: int, counts: Plan) -> None:
+    seen, expected = (list(_play(case, one, n, counts)) for one in (cache, reference))
+    assert [what for what, _ in seen] == [what for what, _ in expected]
+    for (what, left), (_, right) in zip(seen, expected, strict=True):
+        assert _same(left, right), what
 
 
-@pytest.mark.parametrize("n", LENGTHS)
-def test_describe_gives_exact_rows(family: Family, n: int) -> None:
-    donor = family.donor(n)
+def test_every_handler_is_covered() -> None:
+    covered = {state.type_name for case in CASES for _, state in walk(describe_layers([case.make()]))}
+    there = {(module, name) for module, name in registered() if module.startswith("mlx_lm.") and find_spec(module)}
+    assert {registered()[key].type_name for key in there} <= covered
+    assert len({case.id for case in CASES}) == len(CASES)
+
+
+_PHASES = [(case, name, plan) for case in CASES for name, plan in _plans(case).items()]
+
+
+@pytest.mark.parametrize(
+    ("case", "plan"), [(case, plan) for case, _, plan in _PHASES], ids=[f"{c.id}: {name}" for c, name, _ in _PHASES]
+)
+def test_rebuilt_behaves_like_the_donor(case: HandlerCase, plan: Plan) -> None:
+    n, donor = sum(plan), _feed(case, plan)
     states = describe_layers([donor])
-    assert common_offset(states) == n
-    returned = tree_flatten(copy.deepcopy(donor).update_and_fetch(*family.rows(n, n + 1)))
-    for (_, slot), (_, seen) in zip(flatten(states), returned, strict=True):
-        assert slot.first_row == 0
-        rows = mx.split(slot.data, [n], axis=slot.seq_axis)[0]
-        assert _same(rows, mx.split(seen, [n], axis=slot.seq_axis)[0])
+    assert common_offset(states) in (n, None)
+    for spare, counts in ((0, SINGLES), (7, CHUNKS), (300, SINGLES)):
+        rebuilt = _rebuild(case, donor, n, spare)
+        assert _all_fields(rebuilt) == _all_fields(donor)
+        # A ring that has turned hands rows out in another order than a buffer in temporal order, until a chunk of
+        # several tokens puts it in order: only for single tokens the reference is put in order first.
+        reference = copy.deepcopy(donor) if counts is CHUNKS else case.ordered(donor)
+        _check_play(case, rebuilt, reference, n, counts)
 
 
-def test_donor_and_prototype_stay_as_they_are(family: Family) -> None:
-    donor, prototype = family.donor(260), family.fresh()
-    before, fields = copy.deepcopy(donor), copy.deepcopy(vars(prototype))
-    identities = [id(leaf) for _, leaf in _leaves(donor)]
-    (rebuilt,) = rebuild_layers([prototype], _gather(describe_layers([donor]), 256, 8), 256)
-    list(_play(family, rebuilt, 256))
-    assert [id(leaf) for _, leaf in _leaves(donor)] == identities
-    assert all(_same(a, b) for (_, a), (_, b) in zip(_leaves(donor), _leaves(before), strict=True))
-    assert vars(prototype) == fields
+@_each(lambda case: case.temporal is not no_change and _has_keys(case))
+def test_single_tokens_see_the_rows_that_a_ring_shows(case: HandlerCase) -> None:
+    """The order differs from that of the untouched donor, the rows do not."""
+
+    def rows(array: mx.array) -> list[bytes]:
+        return sorted(_bytes(array[:, :, i]) for i in range(array.shape[2]))
+
+    for turned in range(case.period + 2) if case.period < 10 else (0, 1, 3):
+        donor = _feed(case, [case.period + 3] + [1] * turned)
+        n = case.period + 3 + turned
+        rebuilt, reference = _rebuild(case, donor, n), copy.deepcopy(donor)
+        for start in (n, n + 1):
+            seen, expected = (case.feed(cache, start, 1) for cache in (rebuilt, reference))
+            assert [rows(array) for array in seen] == [rows(array) for array in expected]
 
 
-def test_rebuilt_of_rebuilt(family: Family) -> None:
-    donor = family.donor(300)
-    twice = _rebuild(family, _rebuild(family, donor, 280, 40), 270, 5)
-    once = _rebuild(family, donor, 270, 5)
-    for (what, seen), (_, expected) in zip(_play(family, twice, 270), _play(family, once, 270), strict=True):
-        assert _same(seen, expected), what
+@_each(_rows_only)
+def test_stands_at_tokens_before_the_end(case: HandlerCase) -> None:
+    """While a chunk of 30 is prefilled, the rows before each of its tokens are there."""
+    before = [case.period + 3, case.period + 20, 1]
+    donor = _feed(case, [*before, 30])
+    states, start = describe_layers([donor]), sum(before)
+    for n in (start + 1, start + 13, start + 29):
+        (rebuilt,) = rebuild_layers([case.fresh()], through_parts(states, n, 9), n)
+        reference = case.ordered(_feed(case, [*before, n - start]))
+        _check_play(case, rebuilt, reference, n, (1, 1, 5, 1))
 
 
-def test_rebuilt_owns_the_arrays_it_was_given(family: Family) -> None:
+@_each()
+def test_donor_and_prototype_stay_as_they_are(case: HandlerCase) -> None:
+    donor, prototype = _feed(case, [255, 1, 1, 3]), case.fresh()
+    before, identities = copy.deepcopy(donor), [id(leaf) for leaf in _all_leaves(donor)]
+    fresh = _all_fields(prototype), _all_leaves(prototype), getattr(prototype, "offset", None)
+    (rebuilt,) = rebuild_layers([prototype], through_parts(describe_layers([donor]), 260, 8), 260)
+    list(_play(case, rebuilt, 260, CHUNKS))
+    assert [id(leaf) for leaf in _all_leaves(donor)] == identities
+    assert all(_same(a, b) for a, b in zip(_all_leaves(donor), _all_leaves(before), strict=True))
+    _check_play(case, donor, before, 260, SINGLES)
+    assert fresh == (_all_fields(prototype), _all_leaves(prototype), getattr(prototype, "offset", None))
+
+
+@_each()
+def test_rebuilt_of_rebuilt(case: HandlerCase) -> None:
+    donor = _feed(case, [290, 1, 1, 8])
+    once = _rebuild(case, donor, 300, 40)
+    twice = _rebuild(case, once, 300, 5)
+    _check_play(case, twice, _rebuild(case, donor, 300, 5), 300, SINGLES)
+
+
+@_each()
+def test_rebuilt_owns_the_arrays_it_was_given(case: HandlerCase) -> None:
     """A copy here would cost a second pass over the bytes and a second owner would copy again at the next append."""
-    states = _gather(describe_layers([family.donor(10)]), 10, 6)
-    (rebuilt,) = rebuild_layers([family.fresh()], states, 10)
+    states = through_parts(describe_layers([_feed(case, [10])]), 10, 6)
+    (rebuilt,) = rebuild_layers([case.fresh()], states, 10)
     given = [slot.data for _, slot in flatten(states)]
-    assert [id(leaf) for _, leaf in sorted(_leaves(rebuilt))] == [id(array) for array in given]
+    assert sorted(id(leaf) for leaf in _all_leaves(rebuilt)) == sorted(id(array) for array in given)
 
 
-def test_structure_does_not_change_with_length(family: Family) -> None:
-    texts = {encode_structure(describe_layers([family.donor(n)])) for n in (1, 256, 300)}
+@_each(lambda case: not case.structure_grows)
+def test_structure_does_not_change_with_length(case: HandlerCase) -> None:
+    texts = {encode_structure(describe_layers([_feed(case, plan)])) for plan in ([1], [256], [257, *[1] * 43], [700])}
     assert len(texts) == 1
 
 
-def test_empty_cache(family: Family) -> None:
-    states = describe_layers([family.make()])
+@_each()
+def test_settings_and_reaches_are_known_before_the_first_token(case: HandlerCase) -> None:
+    """A store compares the settings with those of the model's own caches, which are empty."""
+    empty, donor = describe_layers([case.make()]), describe_layers([_feed(case, [600])])
+    assert [(path, s.type_name, s.meta) for path, s in walk(empty)] == [
+        (path, s.type_name, s.meta) for path, s in walk(donor)
+    ]
+    assert reaches_of([case.make()]) == {slot.reach for _, slot in flatten(donor)}
+
+
+@_each()
+def test_empty_cache(case: HandlerCase) -> None:
+    states = describe_layers([case.make()])
     assert flatten(states) == []
-    assert common_offset(states) == 0
+    assert common_offset(states) in (0, None)
     restored = unflatten(decode_structure(encode_structure(states)), {}, 0)
-    (rebuilt,) = rebuild_layers([family.fresh()], restored, 0)
-    assert rebuilt.empty()
-    for (what, seen), (_, expected) in zip(_play(family, rebuilt, 0), _play(family, family.make(), 0), strict=True):
-        assert _same(seen, expected), what
+    (rebuilt,) = rebuild_layers([case.fresh()], restored, 0)
+    assert _all_leaves(rebuilt) == []
+    _check_play(case, rebuilt, case.make(), 0, CHUNKS)
 
 
-def test_nothing_stored_cannot_stand_at_one(family: Family) -> None:
-    states = describe_layers([family.make()])
+@_each()
+def test_a_layer_that_held_nothing_stays_empty(case: HandlerCase) -> None:
+    """Beside layers that hold tokens. nemotron-nas has such layers."""
+    other = CASES[0]
+    states = through_parts(describe_layers([_feed(other, [20]), case.make()]), 20)
+    _, rebuilt = rebuild_layers([other.fresh(), case.fresh()], states, 20)
+    assert _all_leaves(rebuilt) == []
+    _check_play(case, rebuilt, case.make(), 0, SINGLES)
+
+
+@_each()
+def test_nothing_stored_cannot_stand_at_one(case: HandlerCase) -> None:
+    states = describe_layers([case.make()])
     with pytest.raises(Unsupported, match="nothing is stored in any layer, expected 1 tokens") as caught:
-        rebuild_layers([family.fresh()], states, 1)
+        rebuild_layers([case.fresh()], states, 1)
     assert caught.value.reason == "structure_mismatch"
 
 
-def test_too_few_rows(family: Family) -> None:
-    states = _gather(describe_layers([family.donor(10)]), 10, 0)
+@_each(lambda case: _rows_only(case) and (case.period == 0 or case.period > 10))
+def test_too_few_rows(case: HandlerCase) -> None:
+    states = through_parts(describe_layers([_feed(case, [10])]), 10)
     with pytest.raises(ValueError, match=r"layer 0 .*11"):
-        rebuild_layers([family.fresh()], states, 11)
+        rebuild_layers([case.fresh()], states, 11)
 
 
+@_each()
 @pytest.mark.parametrize("change", ["unknown", "missing"])
-def test_other_fields_are_refused(family: Family, change: str) -> None:
-    donor = family.donor(10)
+def test_other_fields_are_refused(case: HandlerCase, change: str) -> None:
+    donor = _feed(case, [10])
+    known = next(iter(vars(donor)))
     if change == "unknown":
         donor.rotation = 3
     else:
-        del donor.offset
-    with pytest.raises(Unsupported, match=r"layer 0 .*(rotation|offset)") as caught:
+        delattr(donor, known)
+    with pytest.raises(Unsupported, match=rf"layer 0 .*(rotation|{known})") as caught:
         describe_layers([donor])
     assert caught.value.reason == "unknown_field"
 
 
-@pytest.mark.parametrize("offset", [-1, 10_000, True, 3.0, "3", None, mx.array(3)], ids=repr)
-def test_bad_offset(family: Family, offset: Any) -> None:
-    donor = family.donor(10)
+@_each(lambda case: hasattr(case.make(), "offset"))
+@pytest.mark.parametrize("offset", [-1, True, 3.0, "3", None, mx.array(3)], ids=repr)
+def test_bad_offset(case: HandlerCase, offset: Any) -> None:
+    donor = _feed(case, [10])
     donor.offset = offset
     with pytest.raises((ValueError, TypeError), match=r"layer 0 .*offset"):
         describe_layers([donor])
 
 
-def test_half_set_cache(family: Family) -> None:
-    donor = family.donor(10)
+@_each(lambda case: hasattr(case.make(), "offset") and (case.period == 0 or case.period > 10))
+def test_offset_beyond_the_rows(case: HandlerCase) -> None:
+    donor = _feed(case, [10])
+    donor.offset = 10_000
+    with pytest.raises(ValueError, match=r"layer 0 .*offset 10000 .*"):
+        describe_layers([donor])
+
+
+@_each(_has_keys)
+def test_half_set_cache(case: HandlerCase) -> None:
+    donor = _feed(case, [10])
     donor.values = None
     with pytest.raises(ValueError, match=r"layer 0 .*values not set at offset 10"):
         describe_layers([donor])
-    empty = family.make()
+    empty = case.make()
     empty.offset = 4
     with pytest.raises(ValueError, match=r"layer 0 .*not set at offset 4"):
         describe_layers([empty])
 
 
-def test_stored_slots_of_another_shape(family: Family) -> None:
-    (state,) = _gather(describe_layers([family.donor(10)]), 10, 0)
+def _replace(value: Any, by: Callable[[mx.array], Any]) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_replace(item, by) for item in value)
+    return by(value) if isinstance(value, mx.array) else value
+
+
+def _altered(case: HandlerCase, by: Callable[[mx.array], Any]) -> Any:
+    donor = _feed(case, [10])
+    for name, value in vars(donor).items():
+        setattr(donor, name, _replace(value, by))
+    return donor
+
+
+@_each(lambda case: not case.id.startswith("list-"))
+def test_two_sequences(case: HandlerCase) -> None:
+    donor = _altered(case, lambda array: mx.concatenate([array, array]) if array.ndim else array)
+    with pytest.raises(ValueError, match=r"layer 0 .* 2 sequences, .*extract the row first"):
+        describe_layers([donor])
+
+
+@_each(lambda case: not case.id.startswith("list-"))
+@pytest.mark.parametrize("leaf", [np.zeros(3), 3.5, "text", {"a": 1}], ids=lambda leaf: type(leaf).__name__)
+def test_leaves_of_another_type(case: HandlerCase, leaf: Any) -> None:
+    with pytest.raises((TypeError, Unsupported), match=rf"layer 0 .*must be an mx.array.*{type(leaf).__name__}"):
+        describe_layers([_altered(case, lambda _: leaf)])
+
+
+@_each(_has_keys)
+def test_stored_slots_of_another_shape(case: HandlerCase) -> None:
+    (state,) = through_parts(describe_layers([_feed(case, [10])]), 10)
     for slots in (state.slots[:-1], tuple(reversed(state.slots))):
         changed = LayerState(state.type_name, slots, state.meta, offset=10)
         with pytest.raises(Unsupported, match="layer 0") as caught:
-            rebuild_layers([family.fresh()], [changed], 10)
+            rebuild_layers([case.fresh()], [changed], 10)
         assert caught.value.reason == "structure_mismatch"
+
+
+@_each(_rows_only)
+def test_rows_that_are_gone_are_not_given(case: HandlerCase) -> None:
+    """Only rows that are there, and only those before the offset."""
+    offset = 2 * case.period + 45
+    states = describe_layers([_feed(case, [offset - 1, 1])])
+    with pytest.raises(RowsMissing):
+        through_parts(states, offset + 1)
+    for name, slot in flatten(states):
+        assert slot.seq_axis is not None
+        assert slot.first_row + slot.data.shape[slot.seq_axis] >= offset, name
+        assert slot.head is None or slot.head.shape[slot.seq_axis] == slot.reach.keep <= slot.first_row, name
