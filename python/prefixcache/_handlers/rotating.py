@@ -81,7 +81,7 @@ def _check_phase(offset: int, end: int, rows: int, max_size: int, keep: int, whe
     elif end == rows:
         sound = max_size <= rows < offset  # in temporal order
     else:
-        sound = rows == max_size < offset and keep <= end < rows  # a ring
+        sound = rows == max_size < offset and keep < end < rows  # a ring
     if not sound:
         raise ValueError(
             f"{where}: offset {offset} does not fit _idx={end} and {rows} rows with max_size={max_size}, keep={keep}"
