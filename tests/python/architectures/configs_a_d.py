@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 
 from architectures.harness import Config, sized
 
 
-def _dense_bit_linear(module: ModuleType) -> None:
+def _bit_linear_on_cpu(module: ModuleType) -> None:
     """bitnet multiplies with a Metal kernel. Here its packed weights, four ternary numbers in a byte, are unpacked."""
 
-    def multiply(self, x: mx.array, packed: mx.array) -> mx.array:
-        weight = mx.concatenate([(packed >> shift) & 3 for shift in (0, 2, 4, 6)]).astype(x.dtype) - 1
-        scale = 1 / self.weight_scale if self.invert_weight_scales else self.weight_scale
-        return x @ weight.T * scale
+    class BitLinear(module.BitLinear):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            digits = mx.random.randint(0, 3, (4, *self.weight.shape)).astype(mx.uint8)
+            self.weight = sum(digit << 2 * place for place, digit in enumerate(digits))
 
-    module.BitLinear.execute_matmul_kernel = multiply
+        def execute_matmul_kernel(self, x: mx.array, packed: mx.array) -> mx.array:
+            weight = mx.concatenate([(packed >> shift) & 3 for shift in (0, 2, 4, 6)]).astype(x.dtype) - 1
+            scale = 1 / self.weight_scale if self.invert_weight_scales else self.weight_scale
+            return x @ weight.T * scale
+
+    module.BitLinear = BitLinear
 
 
 _LINEAR = {"layer_group_size": 2, "group_norm_size": 2, "num_hidden_layers": 4, "num_key_value_heads": 4}
@@ -52,7 +59,7 @@ CONFIGS: dict[str, Config] = {
         sized(num_hidden_layers=4, layer_group_size=2, moe_shared_expert_intermediate_size=16),
         note="delta attention with three convolutions beside latent attention",
     ),
-    "bitnet": Config(sized(), shim=_dense_bit_linear),
+    "bitnet": Config(sized(), shim=_bit_linear_on_cpu),
     "cohere": Config(sized(layer_norm_bias=True, use_qk_norm=True, logit_scale=1.0)),
     "cohere2": Config(sized(num_hidden_layers=4, sliding_window_pattern=2, layer_norm_bias=True, logit_scale=1.0)),
     "dbrx": Config(
