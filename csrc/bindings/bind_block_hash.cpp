@@ -66,6 +66,10 @@ void init_block_hash(nb::module_& m) {
                 "content: collections.abc.Sequence[tuple[int, int, bytes]] = ()) -> bytes"),
         "The key of one block. `parent` may be any bytes; `content` is what first applies in this block.");
   m.def(
+      "group_key",
+      [](const nb::bytes& key, std::uint64_t group) { return to_bytes(group_key(to_key(key, "key"), group)); }, "key"_a,
+      "group"_a, "The key under which rows that are needed over another reach are stored. Its own inverse.");
+  m.def(
       "sha256", [](const nb::bytes& data) { return to_bytes(sha256(bytes_span(data))); }, "data"_a,
       "SHA-256 of `data`, 32 bytes.");
   m.def("array_digest", &array_digest_of, "array"_a, "threads"_a = 0,

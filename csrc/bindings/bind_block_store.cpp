@@ -1,6 +1,7 @@
 // bind_block_store.cpp: block_store.h, options.h, gather.h and status.h.
 #include "bindings/bindings.h"
 #include "bindings/key_casts.h"
+#include "bindings/key_chain.h"
 #include "bindings/token_buffer.h"
 #include "prefixcache/block_store.h"
 
@@ -155,7 +156,7 @@ std::unique_ptr<BlockStore> open_store(const std::string& directory, const std::
 std::pair<Status, std::uint64_t> put(BlockStore& self, const nb::bytes& key, const nb::bytes& parent,
                                      std::int64_t depth, const TokenBuffer& tokens, const Slots& slots,
                                      std::int64_t row_lo, std::int64_t row_hi, std::string_view meta, Part part,
-                                     const std::vector<ContentItem>& content) {
+                                     const std::vector<ContentItem>& content, std::uint64_t group) {
   PutRequest request;
   request.key = to_key(key, "key");
   request.parent = to_key(parent, "parent");
@@ -166,6 +167,7 @@ std::pair<Status, std::uint64_t> put(BlockStore& self, const nb::bytes& key, con
   request.tokens = tokens.span();
   request.slots = slots.items;
   request.meta = meta;
+  request.group = group;
   const std::vector<ContentKey> content_keys = to_content(content);
   request.content = content_keys;
   std::uint64_t added = 0;
@@ -175,8 +177,8 @@ std::pair<Status, std::uint64_t> put(BlockStore& self, const nb::bytes& key, con
 }
 
 Gathered gather(BlockStore& self, const nb::list& keys, std::int64_t row_lo, std::int64_t row_hi, std::int64_t capacity,
-                Part part, std::vector<std::string> slots) {
-  GatherRequest request{to_keys(keys), part, row_lo, row_hi, capacity, std::move(slots)};
+                Part part, std::vector<std::string> slots, std::uint64_t group) {
+  GatherRequest request{to_keys(keys), part, row_lo, row_hi, capacity, std::move(slots), group};
   nb::gil_scoped_release release;
   return self.gather(request);
 }
@@ -202,6 +204,47 @@ std::optional<ChildItem> longest_child(BlockStore& self, const nb::bytes& parent
   }
   if (match.block_rows == 0) return std::nullopt;
   return ChildItem{to_bytes(match.key), match.depth, match.rows, match.block_rows};
+}
+
+ChainView view(const KeyChain& chain) {
+  return {chain.root, chain.keys, chain.block_size, chain.tokens.span(), chain.content};
+}
+
+using PointItem = std::pair<std::int64_t, nb::bytes>;
+
+std::optional<PointItem> to_item(const Point& point) {
+  if (point.n == 0) return std::nullopt;
+  return PointItem{point.n, to_bytes(point.last)};
+}
+
+std::optional<PointItem> deepest_window(BlockStore& self, const KeyChain& chain, std::int64_t window, std::int64_t keep,
+                                        std::uint64_t group, std::int64_t limit) {
+  Point point;
+  {
+    nb::gil_scoped_release release;
+    point = self.deepest_window(view(chain), {window, keep, group}, limit);
+  }
+  return to_item(point);
+}
+
+std::optional<PointItem> deepest_state(BlockStore& self, const KeyChain& chain, std::int64_t limit) {
+  Point point;
+  {
+    nb::gil_scoped_release release;
+    point = self.deepest_state(view(chain), limit);
+  }
+  return to_item(point);
+}
+
+std::int64_t deepest_fork(BlockStore& self, const KeyChain& chain, std::int64_t limit) {
+  nb::gil_scoped_release release;
+  return self.deepest_fork(view(chain), limit);
+}
+
+void touch(BlockStore& self, const nb::bytes& key, Part part) {
+  const Key wanted = to_key(key, "key");
+  nb::gil_scoped_release release;
+  self.touch(wanted, part);
 }
 
 nb::list children(BlockStore& self, const nb::bytes& parent) {
@@ -250,7 +293,7 @@ void init_block_store(nb::module_& m) {
                   "queue_bytes"_a, "put_wait_seconds"_a = 2.0, "write"_a = "through", "verify"_a = "first",
                   "threads"_a = 0, "Opens or makes a store. ValueError names the option that is wrong.")
       .def("put", &put, "key"_a, "parent"_a, "depth"_a, "tokens"_a, "slots"_a, "row_lo"_a, "row_hi"_a, "meta"_a = "",
-           "part"_a = Part::kv, "content"_a = std::vector<ContentItem>{},
+           "part"_a = Part::kv, "content"_a = std::vector<ContentItem>{}, "group"_a = 0,
            "Copies rows [row_lo, row_hi) of every slot. Returns OK, FULL or CLOSED, and the bytes copied: 0 for rows\n"
            "that were there.")
       .def("presence", &presence, "keys"_a,
@@ -262,13 +305,21 @@ void init_block_store(nb::module_& m) {
            "Leading blocks of a chain that have the part.")
       .def("longest_child", &longest_child, "parent"_a, "start"_a, "tokens"_a, "content"_a, "part"_a = Part::kv,
            "The child of `parent` with the longest run of `tokens`: (key, depth, rows in common, its rows), or None.")
+      .def("deepest_window", &deepest_window, "chain"_a, "window"_a, "keep"_a, "group"_a, "limit"_a,
+           "The largest n <= limit whose window of rows is stored, and the key of the block in which it lies; or None.")
+      .def("deepest_state", &deepest_state, "chain"_a, "limit"_a,
+           "The largest n <= limit at which a state of these tokens was put, and the key of its block; or None.")
+      .def("deepest_fork", &deepest_fork, "chain"_a, "limit"_a,
+           "The largest n < limit where something stored goes on with other tokens than these; 0: nowhere.")
+      .def("touch", &touch, "key"_a, "part"_a = Part::kv,
+           "Makes a part the most recently used, and with a part kv the blocks before it.")
       .def("children", &children, "parent"_a,
            nb::sig("def children(self, parent: bytes) -> list[tuple[bytes, int, list[int]]]"),
            "Blocks stored under `parent`: (key, depth, tokens), newest first.")
       .def("gather", &gather, "keys"_a, "row_lo"_a, "row_hi"_a, "capacity"_a, "part"_a = Part::kv,
-           "slots"_a = std::vector<std::string>{},
+           "slots"_a = std::vector<std::string>{}, "group"_a = 0,
            nb::sig("def gather(self, keys: list[bytes], row_lo: int, row_hi: int, capacity: int, part: Part = ..., "
-                   "slots: list[str] = []) -> Gathered"),
+                   "slots: list[str] = [], group: int = 0) -> Gathered"),
            "Copies rows of consecutive blocks into fresh arrays of `capacity` rows; spare rows are zero.")
       .def(
           "load",

@@ -147,6 +147,14 @@ Key block_key(const Key& namespace_id, std::span<const std::uint8_t> parent, std
   return BlockHasher(namespace_id)(parent, tokens, canonical(content));
 }
 
+Key group_key(const Key& key, std::uint64_t group) {
+  // Keys are uniform, so that a fixed difference between those of two groups makes them no less unlikely to meet. It
+  // goes into the first bytes, which file names and folders show.
+  Key result = key;
+  for (std::size_t i = 0; i < sizeof group; ++i) result.bytes[i] ^= static_cast<std::uint8_t>(group >> (8 * i));
+  return result;
+}
+
 std::vector<ContentKey> content_of_block(std::span<const ContentKey> content, std::int64_t lo, std::int64_t hi) {
   std::vector<ContentKey> first_here;
   for (const ContentKey& key : content) {

@@ -23,6 +23,8 @@ void sort_by_recency(std::vector<FoundPart>& parts) {
   std::sort(parts.begin(), parts.end(), [](const auto& a, const auto& b) { return a.name.depth > b.name.depth; });
   std::unordered_map<std::uint64_t, double> newest;  // by the first bytes of a key
   for (auto& part : parts) {
+    // The rows of a window and states are needed by what follows them for a while only.
+    if (part.name.part != Part::kv) continue;
     auto& own = newest[layout::parent_prefix(part.name.key)];
     own = std::max(own, part.modified);
     part.modified = own;

@@ -14,6 +14,7 @@ namespace prefixcache::store {
 // and which nobody reads from an image.
 struct Image {
   layout::PartHeader header;
+  Key block;  // the key before group_key()
   std::shared_ptr<Buffer> buffer;
   std::uint64_t data_bytes = 0;
 

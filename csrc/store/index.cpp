@@ -46,13 +46,14 @@ void Index::set_parent(Entry& entry, const Key& parent) {
 
 PartRecord* Index::parent_of(const PartRecord& record) const {
   const Entry& entry = *record.entry;
+  if (record.part != Part::kv) return nullptr;
   PartRecord* parent = entry.parent_known ? find(entry.parent, record.part) : nullptr;
   // Names and headers may claim anything; a parent that does not end before its child would make a circle.
   return parent != nullptr && parent->entry->depth < entry.depth ? parent : nullptr;
 }
 
 bool Index::has_child(const PartRecord& record) const {
-  return children_.contains(layout::parent_prefix(record.entry->key));
+  return record.part == Part::kv && children_.contains(layout::parent_prefix(record.entry->key));
 }
 
 void Index::add_to_ram(PartRecord& record) {

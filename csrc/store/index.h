@@ -91,7 +91,8 @@ class Index {
   // Drops the record, and its entry with the last one. The caller has taken it from both orders' sums.
   void remove(PartRecord& record);
 
-  // Makes the chain that ends at `record` the newest, its deepest block the oldest of it.
+  // Makes `record` the newest; of a part `kv` the chain that ends at it, its deepest block the oldest of it. The rows
+  // of a window and states do not need the same part of the blocks before them: each has its own age.
   void touch(PartRecord& record);
 
   std::vector<Entry*> children(std::uint64_t parent_prefix) const;

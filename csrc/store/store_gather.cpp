@@ -83,8 +83,10 @@ void StoreImpl::limit_open_files() {
   }
 }
 
-Gathered StoreImpl::gather(const GatherRequest& request) {
-  check(request);
+Gathered StoreImpl::gather(const GatherRequest& base) {
+  check(base);
+  GatherRequest request = base;
+  for (auto& key : request.keys) key = group_key(key, base.group);
   try {
     return gather_checked(request);
   } catch (const std::bad_alloc& e) {
@@ -149,7 +151,11 @@ Gathered StoreImpl::gather_checked(const GatherRequest& request) {
   Lock lock(mutex_);
   stats_.gathered_ram_bytes += result.ram_bytes;
   stats_.gathered_disk_bytes += result.disk_bytes;
-  if (PartRecord* record = index_.find(request.keys.back(), request.part)) index_.touch(*record);
+  // Touching the last block of `kv` reaches all before it.
+  const std::size_t first = request.part == Part::kv ? request.keys.size() - 1 : 0;
+  for (std::size_t i = first; i < request.keys.size(); ++i) {
+    if (PartRecord* record = index_.find(request.keys[i], request.part)) index_.touch(*record);
+  }
   return result;
 }
 

@@ -35,6 +35,10 @@ class StoreImpl : public BlockStore {
   std::vector<Child> children(const Key& parent) override;
   ChildMatch longest_child(const Key& parent, std::int64_t start, std::span<const std::uint32_t> tokens,
                            std::span<const ContentKey> content, Part part) override;
+  Point deepest_window(const ChainView& chain, const WindowReach& reach, std::int64_t limit) override;
+  Point deepest_state(const ChainView& chain, std::int64_t limit) override;
+  std::int64_t deepest_fork(const ChainView& chain, std::int64_t limit) override;
+  void touch(const Key& key, Part part) override;
   Gathered gather(const GatherRequest& request) override;
   Gathered load(const Key& key, Part part) override;
   Status erase(std::span<const Key> keys, std::span<const Part> parts) override;
@@ -57,10 +61,10 @@ class StoreImpl : public BlockStore {
   // put
   bool already_there(const PutRequest& request);
   std::shared_ptr<Buffer> acquire_buffer(const Image& image);
-  // What leaves this tier to make room for `newcomer`: the deepest block of the oldest chain. Null if only the chain
-  // that it continues is left, or if that chain is broken. With the mutex held.
-  PartRecord* victim_for(const layout::PartHeader& newcomer, const std::list<PartRecord*>& order);
-  bool evict_one_from_ram(const layout::PartHeader& newcomer);
+  // What leaves this tier to make room for `newcomer`: the oldest part, of a chain its deepest block. Null if only the
+  // chain that it continues is left, or if that chain is broken. With the mutex held.
+  PartRecord* victim_for(const Image& newcomer, const std::list<PartRecord*>& order);
+  bool evict_one_from_ram(const Image& newcomer);
   bool insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool to_disk);
   bool contained_in_sibling(const PutRequest& request) const;
   std::vector<PartRecord*> superseded_by(const PutRequest& request) const;
@@ -68,13 +72,18 @@ class StoreImpl : public BlockStore {
   // on the writer's thread
   Status write_image(const std::shared_ptr<Image>& image);
   Status write_file(Image& image, std::string& temp, std::uint64_t& file_bytes);
-  Status make_disk_room(const layout::PartHeader& newcomer, std::uint64_t bytes);
+  Status make_disk_room(const Image& newcomer, std::uint64_t bytes);
   std::vector<FileToRemove> finish_write(const std::shared_ptr<Image>& image, const Status& status,
                                          std::uint64_t file_bytes);
 
   // lookup
   bool find_on_disk(const Key& key, const Key& parent, std::int64_t depth, Part part);
   std::shared_ptr<const BlockText> text_of(const Key& key, const Key& parent, Part part);
+  // Reads the header of a file whose rows are not known yet. False if there is no such part (any more).
+  bool rows_of(const Key& key, Part part, std::int64_t& row_lo, std::int64_t& row_hi);
+  std::vector<std::pair<Key, Part>> children_with(const Key& parent, std::span<const Part> any_of) const;
+  // The block of `parent` in which the most of rows up to `n` can be had, and how far.
+  Point window_in_block(const ChainView& chain, const WindowReach& reach, std::int64_t n);
 
   // gather
   Gathered gather_checked(const GatherRequest& request);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "store/common_rows.h"
 #include "store/store_impl.h"
 
 namespace prefixcache::store {
@@ -9,27 +10,6 @@ namespace prefixcache::store {
 namespace {
 
 constexpr std::size_t kMostChildren = 64;
-
-// Rows of the child's block that stand for the same tokens and the same content as the caller's sequence.
-std::int64_t common_rows(const BlockText& child, std::int64_t start, std::span<const std::uint32_t> tokens,
-                         std::span<const ContentKey> content) {
-  const std::size_t most = std::min(child.tokens.size(), tokens.size());
-  const auto differs =
-      std::mismatch(child.tokens.begin(), child.tokens.begin() + static_cast<std::ptrdiff_t>(most), tokens.begin());
-  auto rows = static_cast<std::int64_t>(differs.first - child.tokens.begin());
-  const auto end = start + static_cast<std::int64_t>(child.tokens.size());
-  const std::vector<ContentKey> ours = content_of_block(content, start, end);
-  const auto cut_at_missing = [&](std::span<const ContentKey> from, std::span<const ContentKey> in) {
-    for (const auto& key : from) {
-      if (std::find(in.begin(), in.end(), key) == in.end()) {
-        rows = std::min(rows, std::max<std::int64_t>(0, key.start - start));
-      }
-    }
-  };
-  cut_at_missing(ours, child.content);
-  cut_at_missing(child.content, ours);
-  return rows;
-}
 
 }  // namespace
 

@@ -40,7 +40,7 @@ void check(const PutRequest& request) {
     refuse("rows " + std::to_string(request.row_lo) + ".." + std::to_string(request.row_hi) +
            " do not lie in a block that ends at " + std::to_string(request.depth));
   }
-  if (request.slots.empty()) refuse("a part needs at least one slot");
+  if (request.slots.empty() && request.part != Part::kv) refuse("only a part 'kv' may be without slots");
   for (const auto& slot : request.slots) check_slot(slot, request);
 }
 
@@ -75,6 +75,7 @@ std::shared_ptr<Image> make_image(const PutRequest& request) {
     }
     header.tensors.push_back(std::move(tensor));
   }
+  image->block = group_key(request.key, request.group);  // its own inverse
   image->data_bytes = layout::place_tensors(header.tensors);
   std::uint64_t data_bytes = 0;
   if (const std::string why = layout::why_invalid(header, data_bytes); !why.empty()) refuse(why);
@@ -138,10 +139,14 @@ class Copying {
 
 }  // namespace
 
-Status StoreImpl::put(const PutRequest& request, std::uint64_t* added) {
-  check(request);
+Status StoreImpl::put(const PutRequest& base, std::uint64_t* added) {
+  check(base);
   if (added != nullptr) *added = 0;
+  PutRequest request = base;
+  request.key = group_key(base.key, base.group);
+  request.parent = group_key(base.parent, base.group);
   if (closed_) return {StatusCode::Closed, "the store is closed"};
+  if (std::int64_t lo = 0, hi = 0; request.part == Part::win) rows_of(request.key, request.part, lo, hi);
   if (already_there(request)) return Status::ok();
   evaluate(request.slots);
   const auto image = make_image(request);
@@ -169,12 +174,20 @@ Status StoreImpl::put(const PutRequest& request, std::uint64_t* added) {
   return Status::ok();
 }
 
+namespace {
+
+// Whether all of rows [lo, hi) are in the part. Unknown rows are those of a file whose name says that they are.
+bool covers(const PartRecord& record, std::int64_t lo, std::int64_t hi) {
+  return record.row_lo < 0 || (record.row_lo <= lo && record.row_hi >= hi);
+}
+
+}  // namespace
+
 bool StoreImpl::already_there(const PutRequest& request) {
   Lock lock(mutex_);
   const PartRecord* record = index_.find(request.key, request.part);
-  const bool there = record != nullptr
-                         ? record->row_lo < 0 || (record->row_lo <= request.row_lo && record->row_hi >= request.row_hi)
-                         : contained_in_sibling(request);
+  const bool there =
+      record != nullptr ? covers(*record, request.row_lo, request.row_hi) : contained_in_sibling(request);
   if (there) ++stats_.put_existing;
   return there;
 }
@@ -194,9 +207,11 @@ bool begins_with(const BlockText& longer, std::span<const std::uint32_t> shorter
 }  // namespace
 
 bool StoreImpl::contained_in_sibling(const PutRequest& request) const {
-  if (request.part != Part::kv) return false;
+  if (request.part == Part::state) return false;
   for (const Entry* sibling : index_.children(layout::parent_prefix(request.parent))) {
-    if (sibling->parts[static_cast<int>(Part::kv)] == nullptr || sibling->text == nullptr) continue;
+    const PartRecord* record = sibling->parts[static_cast<int>(request.part)].get();
+    if (record == nullptr || sibling->text == nullptr) continue;
+    if (request.part == Part::win && !covers(*record, request.row_lo, request.row_hi)) continue;
     if (!sibling->parent_known || sibling->parent != request.parent) continue;
     if (begins_with(*sibling->text, request.tokens, request.content, request.depth)) return true;
   }
@@ -205,12 +220,13 @@ bool StoreImpl::contained_in_sibling(const PutRequest& request) const {
 
 std::vector<PartRecord*> StoreImpl::superseded_by(const PutRequest& request) const {
   std::vector<PartRecord*> records;
-  if (request.part != Part::kv) return records;
+  if (request.part == Part::state) return records;
   const BlockText text{{request.tokens.begin(), request.tokens.end()},
                        {request.content.begin(), request.content.end()}};
   for (Entry* sibling : index_.children(layout::parent_prefix(request.parent))) {
-    PartRecord* record = sibling->parts[static_cast<int>(Part::kv)].get();
+    PartRecord* record = sibling->parts[static_cast<int>(request.part)].get();
     if (record == nullptr || sibling->text == nullptr || sibling->depth >= request.depth) continue;
+    if (request.part == Part::win && (record->row_lo < request.row_lo || record->row_hi > request.row_hi)) continue;
     if (!sibling->parent_known || sibling->parent != request.parent) continue;
     if (begins_with(text, sibling->text->tokens, sibling->text->content, sibling->depth)) records.push_back(record);
   }
@@ -234,17 +250,20 @@ std::shared_ptr<Buffer> StoreImpl::acquire_buffer(const Image& image) {
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(options_.put_wait_seconds);
   for (;;) {
     if (auto buffer = pool_->acquire(bytes)) return buffer;
-    if (evict_one_from_ram(image.header)) continue;
+    if (evict_one_from_ram(image)) continue;
     const auto deadline = std::chrono::time_point_cast<std::chrono::steady_clock::duration>(until);
     if (writer_ == nullptr || !writer_->wait_one(deadline)) return nullptr;
   }
 }
 
-PartRecord* StoreImpl::victim_for(const layout::PartHeader& newcomer, const std::list<PartRecord*>& order) {
+PartRecord* StoreImpl::victim_for(const Image& newcomer, const std::list<PartRecord*>& order) {
   // Nobody would find the newcomer without the blocks before it, so they stay.
-  PartRecord* parent = index_.find(newcomer.parent, newcomer.part);
-  const bool begins_chain = newcomer.depth == static_cast<std::int64_t>(newcomer.tokens.size());
-  if (parent == nullptr && !begins_chain && newcomer.part == Part::kv) return nullptr;
+  const auto& header = newcomer.header;
+  const bool is_kv = header.part == Part::kv;
+  PartRecord* parent = is_kv ? nullptr : index_.find(newcomer.block, Part::kv);
+  if (parent == nullptr) parent = index_.find(header.parent, Part::kv);
+  const bool begins_chain = header.depth == static_cast<std::int64_t>(header.tokens.size());
+  if (parent == nullptr && !begins_chain && is_kv) return nullptr;
   const auto oldest = [&]() -> PartRecord* {
     const auto found = std::find_if(order.rbegin(), order.rend(), [](const auto* record) { return !record->waiting; });
     return found == order.rend() ? nullptr : *found;
@@ -257,7 +276,7 @@ PartRecord* StoreImpl::victim_for(const layout::PartHeader& newcomer, const std:
   return victim == parent ? nullptr : victim;
 }
 
-bool StoreImpl::evict_one_from_ram(const layout::PartHeader& newcomer) {
+bool StoreImpl::evict_one_from_ram(const Image& newcomer) {
   // Its memory goes back to the pool when the last gather that reads it ends.
   std::shared_ptr<Image> image;
   Lock lock(mutex_);
@@ -337,16 +356,16 @@ Status StoreImpl::write_file(Image& image, std::string& temp, std::uint64_t& fil
   for (auto& tensor : image.header.tensors) tensor.digest = hash::xxh3_64(data.subspan(tensor.offset, tensor.nbytes));
   const std::string header = layout::encode_header(image.header);
   file_bytes = header.size() + data.size();
-  if (Status status = make_disk_room(image.header, file_bytes); !status.is_ok()) return status;
+  if (Status status = make_disk_room(image, file_bytes); !status.is_ok()) return status;
   const std::span<const std::uint8_t> pieces[] = {{reinterpret_cast<const std::uint8_t*>(header.data()), header.size()},
                                                   data};
   const auto& h = image.header;
   return directory_->write({h.key, layout::parent_prefix(h.parent), h.depth, h.part}, pieces, temp);
 }
 
-Status StoreImpl::make_disk_room(const layout::PartHeader& newcomer, std::uint64_t bytes) {
+Status StoreImpl::make_disk_room(const Image& newcomer, std::uint64_t bytes) {
   const Status full{StatusCode::Full, "a part of " + std::to_string(bytes) + " bytes at depth " +
-                                          std::to_string(newcomer.depth) + " does not fit below disk_bytes " +
+                                          std::to_string(newcomer.header.depth) + " does not fit below disk_bytes " +
                                           std::to_string(options_.disk_bytes)};
   if (bytes > options_.disk_bytes) return full;
   while (directory_->used() + bytes > options_.disk_bytes) {

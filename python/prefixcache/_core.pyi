@@ -126,6 +126,11 @@ def block_key(namespace: str, parent: bytes, tokens: object, content: Sequence[t
     The key of one block. `parent` may be any bytes; `content` is what first applies in this block.
     """
 
+def group_key(key: bytes, group: int) -> bytes:
+    """
+    The key under which rows that are needed over another reach are stored. Its own inverse.
+    """
+
 def sha256(data: bytes) -> bytes:
     """SHA-256 of `data`, 32 bytes."""
 
@@ -223,7 +228,7 @@ class BlockStore:
     def open(*, directory: str, namespace: str, ram_bytes: int, disk_bytes: int, queue_bytes: int, put_wait_seconds: float = 2.0, write: str = 'through', verify: str = 'first', threads: int = 0) -> BlockStore:
         """Opens or makes a store. ValueError names the option that is wrong."""
 
-    def put(self, key: bytes, parent: bytes, depth: int, tokens: TokenBuffer, slots: Slots, row_lo: int, row_hi: int, meta: str = '', part: Part = Part.kv, content: Sequence[tuple[int, int, bytes]] = []) -> tuple[Status, int]:
+    def put(self, key: bytes, parent: bytes, depth: int, tokens: TokenBuffer, slots: Slots, row_lo: int, row_hi: int, meta: str = '', part: Part = Part.kv, content: Sequence[tuple[int, int, bytes]] = [], group: int = 0) -> tuple[Status, int]:
         """
         Copies rows [row_lo, row_hi) of every slot. Returns OK, FULL or CLOSED, and the bytes copied: 0 for rows
         that were there.
@@ -242,10 +247,30 @@ class BlockStore:
         The child of `parent` with the longest run of `tokens`: (key, depth, rows in common, its rows), or None.
         """
 
+    def deepest_window(self, chain: KeyChain, window: int, keep: int, group: int, limit: int) -> tuple[int, bytes] | None:
+        """
+        The largest n <= limit whose window of rows is stored, and the key of the block in which it lies; or None.
+        """
+
+    def deepest_state(self, chain: KeyChain, limit: int) -> tuple[int, bytes] | None:
+        """
+        The largest n <= limit at which a state of these tokens was put, and the key of its block; or None.
+        """
+
+    def deepest_fork(self, chain: KeyChain, limit: int) -> int:
+        """
+        The largest n < limit where something stored goes on with other tokens than these; 0: nowhere.
+        """
+
+    def touch(self, key: bytes, part: Part = Part.kv) -> None:
+        """
+        Makes a part the most recently used, and with a part kv the blocks before it.
+        """
+
     def children(self, parent: bytes) -> list[tuple[bytes, int, list[int]]]:
         """Blocks stored under `parent`: (key, depth, tokens), newest first."""
 
-    def gather(self, keys: list[bytes], row_lo: int, row_hi: int, capacity: int, part: Part = ..., slots: list[str] = []) -> Gathered:
+    def gather(self, keys: list[bytes], row_lo: int, row_hi: int, capacity: int, part: Part = ..., slots: list[str] = [], group: int = 0) -> Gathered:
         """
         Copies rows of consecutive blocks into fresh arrays of `capacity` rows; spare rows are zero.
         """

@@ -4,42 +4,106 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefixcache._core import BlockStore, KeyChain, Slots, StatusCode
-from prefixcache._layer_state import LayerState, encode_structure, flatten
+from prefixcache._core import BlockStore, KeyChain, Part, Status, StatusCode
+from prefixcache._layer_state import LayerState, encode_structure
+from prefixcache._parts import PartSlots, part_slots
 from prefixcache._results import StoreReport
 
 _REASONS = {StatusCode.FULL: "queue_full", StatusCode.CLOSED: "closed"}
 
 
 def record(
-    store: BlockStore, chain: KeyChain, states: Sequence[LayerState], upto: int, first_block: int = 0, tail: bool = True
+    store: BlockStore,
+    chain: KeyChain,
+    states: Sequence[LayerState],
+    upto: int,
+    stands_at: int,
+    first_block: int = 0,
+    tail: bool = True,
+    state: bool = True,
 ) -> StoreReport:
-    """Stores the rows of tokens [first_block * block_size, upto) that are not stored yet.
+    """Stores the rows of tokens [first_block * block_size, upto) that are not stored yet, as far as they are there.
 
-    Whole blocks, then with ``tail`` the rest as a short one. Blocks before ``first_block`` are taken as stored. Stops
-    at the first block that finds no room, so that what is stored stays a prefix. ``upto`` must not exceed the tokens
-    of the chain nor the rows of the states.
+    Whole blocks, then with ``tail`` the rest as a short one. With ``state``, what is exact only where the layers stand
+    is stored too, if that is at ``upto``. Blocks before ``first_block`` are taken as stored. Stops at the first part
+    that finds no room, so that what is stored stays a prefix. ``upto`` must not exceed ``stands_at``, the tokens that
+    the layers stand at, nor the tokens of the chain.
     """
     size = chain.block_size
     whole, rest = divmod(upto, size)
-    report = StoreReport(stored_tokens=min(first_block, whole) * size)
-    if upto <= first_block * size:
-        return report
-    if any(slot.reach.kind != "all" for _, slot in flatten(states)):
-        raise ValueError("only slots whose every row is needed can be stored")
-    slots = Slots([(name, slot.data, slot.seq_axis, slot.first_row) for name, slot in flatten(states)])
-    meta = encode_structure(states)
+    writer = _Writer(store, chain, states, part_slots(states, stands_at), min(first_block, whole) * size)
     for i in range(first_block, whole + 1 if tail and rest else whole):
-        depth = min((i + 1) * size, upto)
-        key = chain.key(i) if i < whole else chain.cut_key(i, depth)
-        parent = chain.key(i - 1) if i else chain.root
-        content = [item for item in chain.content_of_block(i) if item[0] < depth]
-        tokens = chain.tokens.slice(i * size, depth)
-        status, added = store.put(key, parent, depth, tokens, slots, i * size, depth, meta, content=content)
-        if not status:
-            report.reason, report.detail = _REASONS[status.code], status.message
-            return report
-        report.stored_tokens = depth
-        report.bytes += added
-        report.new_blocks += added > 0
-    return report
+        if not writer.put_rows(i, min((i + 1) * size, upto)):
+            return writer.report
+    if state and upto == stands_at:
+        writer.put_state((upto - 1) // size, upto)
+    return writer.report
+
+
+def record_snapshot(store: BlockStore, chain: KeyChain, states: Sequence[LayerState], n: int) -> StoreReport:
+    """Stores what layers that stand at ``n`` have for the block or tail that ends there: window rows and the state."""
+    block = (n - 1) // chain.block_size
+    writer = _Writer(store, chain, states, part_slots(states, n), block * chain.block_size)
+    if writer.put_rows(block, n, kv=False):
+        writer.put_state(block, n)
+    return writer.report
+
+
+class _Writer:
+    """Puts the parts of one block after the other and counts. ``report`` says how far it came."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        chain: KeyChain,
+        states: Sequence[LayerState],
+        parts: Sequence[PartSlots],
+        stored_tokens: int,
+    ) -> None:
+        self._store = store
+        self._chain = chain
+        self._parts = parts
+        self._meta = encode_structure(states)
+        self.report = StoreReport(stored_tokens=stored_tokens)
+
+    def put_rows(self, block: int, depth: int, kv: bool = True) -> bool:
+        """Rows of tokens [block * block_size, depth). False where there was no room."""
+        start = block * self._chain.block_size
+        added = 0
+        for part in self._parts:
+            lo, hi = max(start, part.first_row), min(depth, part.end)
+            if part.part == Part.state or (part.part == Part.kv and not kv) or (lo >= hi and part.part == Part.win):
+                continue
+            status, count = self._put(part, block, depth, lo, hi)
+            if not status:
+                return False
+            added += count
+        self.report.stored_tokens = depth
+        self.report.new_blocks += added > 0
+        return True
+
+    def put_state(self, block: int, depth: int) -> bool:
+        """The state, for tokens [0, depth). False where there was no room; true as well if there is none."""
+        for part in self._parts:
+            if part.part == Part.state:
+                status, _ = self._put(part, block, depth, depth, depth)
+                if not status:
+                    return False
+                self.report.state_at = depth
+        return True
+
+    def _put(self, part: PartSlots, block: int, depth: int, lo: int, hi: int) -> tuple[Status, int]:
+        chain = self._chain
+        start = block * chain.block_size
+        key = chain.key(block) if depth == start + chain.block_size else chain.cut_key(block, depth)
+        parent = chain.key(block - 1) if block else chain.root
+        content = [item for item in chain.content_of_block(block) if item[0] < depth]
+        tokens = chain.tokens.slice(start, depth)
+        status, added = self._store.put(
+            key, parent, depth, tokens, part.slots, lo, hi, self._meta, part.part, content, part.group
+        )
+        if status:
+            self.report.bytes += added
+        else:
+            self.report.reason, self.report.detail = _REASONS[status.code], status.message
+        return status, added

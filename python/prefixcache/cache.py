@@ -1,4 +1,4 @@
-"""The front door: ``PrefixCache`` and its ``Recorder``."""
+"""The front door: ``PrefixCache``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from prefixcache._core import BlockStore, KeyChain, Status, StatusCode, TokenBuffer
+from prefixcache._core import BlockStore, KeyChain, Status, StatusCode, TokenBuffer, sha256
 from prefixcache._keys import KvFormat, Salt, key_chain
-from prefixcache._layer_state import LayerState, walk
-from prefixcache._record import record
+from prefixcache._layer_state import LayerState, encode_structure, walk
+from prefixcache._parts import needs_of
+from prefixcache._recorder import Recorder
 from prefixcache._restore import Restored, restore
 from prefixcache._results import Hit, StoreReport
 from prefixcache._sizes import parse_size
+from prefixcache._storing import Snapshots, Storing
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import common_offset, describe_layers, handler_named
+from prefixcache.type_registry import common_offset, describe_layers, handler_named, reaches_of
 
 ContentKeys = Iterable[tuple[int, int, Salt]]
 
@@ -32,6 +34,8 @@ _COUNTERS = (
     "cached_tokens_ssd",
     "stores",
     "stored_bytes",
+    "stored_states",
+    "dropped_states",
 )
 _TROUBLE = ("damaged", "lost", "io_error", "no_memory", "structure_mismatch", "queue_full")
 
@@ -49,7 +53,9 @@ class PrefixCache:
     directory, in one process or in several.
     """
 
-    def __init__(self, store: BlockStore, namespace: str, prototypes: Sequence[Any], block_size: int) -> None:
+    def __init__(
+        self, store: BlockStore, namespace: str, prototypes: Sequence[Any], block_size: int, state_interval: int
+    ) -> None:
         self._store = store
         self._namespace = namespace
         self._prototypes = list(prototypes)
@@ -58,14 +64,20 @@ class PrefixCache:
             handler_named(state.type_name).spare_rows for _, state in walk(self._own)
         )
         self._block_size = block_size
-        # Blocks of another size under the same parent would pass for shorter or longer ones of this cache.
-        self._key_space = f"{namespace}/{block_size}"
+        self._needs = needs_of(reaches_of(self._prototypes) if self._own is not None else ())
+        # Blocks of another size under the same parent would pass for shorter or longer ones of this cache, and rows of
+        # layers with another window for those of these.
+        form = "" if self._own is None else sha256(encode_structure(self._own).encode()).hex()
+        self._key_space = f"{namespace}/{block_size}/{form}"
+        interval = -(-state_interval // block_size) * block_size
+        self._storing = Storing(store, self._own, self._needs, interval, self._count_store)
         self._closed = False
         self._lock = threading.Lock()
         self._chains: deque[KeyChain] = deque(maxlen=_REMEMBERED_CHAINS)
         self._counts = Counter(dict.fromkeys(_COUNTERS, 0))
         self._hit_reasons: Counter[str] = Counter()
         self._store_reasons: Counter[str] = Counter()
+        self._snapshot_reasons: Counter[str] = Counter()
 
     @classmethod
     def open(
@@ -82,6 +94,7 @@ class PrefixCache:
         verify: str = "first",
         queue: int | str | None = None,
         threads: int = 0,
+        state_interval: int = 8192,
     ) -> PrefixCache:
         """Opens, or makes, the cache below ``directory`` for one model.
 
@@ -91,7 +104,8 @@ class PrefixCache:
         written; default: half of ``ram``, at least 1 GB) are bytes or texts such as ``"4GB"``; ``ram=0`` means no RAM
         tier. ``write``: ``"through"``, or ``"ram_only"`` (then ``directory`` may be None). ``verify``: checksums are
         compared on the ``"first"`` read of a block since open, ``"always"`` or ``"never"``. ``threads``: for copies; 0
-        chooses.
+        chooses. ``state_interval``: of the recurrent states of a growing conversation the newest are kept, and one
+        every so many tokens (rounded up to whole blocks).
 
         ValueError or TypeError for bad options, and for a directory that others can write to.
         """
@@ -99,6 +113,8 @@ class PrefixCache:
             raise ValueError(f"block_size is {block_size!r}, expected an int, 1..{_MOST_BLOCK_SIZE}")
         if not _is_count(threads) or threads > 256:
             raise ValueError(f"threads is {threads!r}, expected an int, 0..256")
+        if not _is_count(state_interval) or state_interval < 1:
+            raise ValueError(f"state_interval is {state_interval!r}, expected a number of tokens, 1 or more")
         if directory == "":
             raise ValueError("directory is '', expected a path (None only with write='ram_only')")
         if model is None and (namespace is None or caches is None):
@@ -118,7 +134,7 @@ class PrefixCache:
             verify=verify,
             threads=threads,
         )
-        return cls(store, name, prototypes, block_size)
+        return cls(store, name, prototypes, block_size, state_interval)
 
     @property
     def namespace(self) -> str:
@@ -138,6 +154,7 @@ class PrefixCache:
         extra_keys: ContentKeys | None = None,
         kv_format: KvFormat | None = None,
         spare: int | None = None,
+        limit: int | None = None,
     ) -> Hit:
         """The longest stored prefix of ``tokens``, as caches that are ready to go on.
 
@@ -145,27 +162,32 @@ class PrefixCache:
         (None: everybody); ``extra_keys``: ``(start, end, key)`` for what stands behind a range of tokens, such as an
         image; ``kv_format``: ``(bits, group_size, start)`` of a quantised cache. ``spare``: rows of room behind the
         prefix; by default enough for the next prefill chunk and some decoding; 0 for rows to be merged into a batch.
+        ``limit``: no longer prefix than this many tokens.
 
         A miss is a ``Hit`` that is false and holds fresh caches. ValueError or TypeError for bad tokens or salts.
         """
         started = time.perf_counter()
         if spare is not None and (type(spare) is not int or not 0 <= spare <= _MOST_SPARE):
             raise ValueError(f"spare is {spare!r}, expected rows, 0..{_MOST_SPARE}")
+        if limit is not None and not _is_count(limit):
+            raise ValueError(f"limit is {limit!r}, expected a number of tokens")
         chain = self._chain(tokens, salt, extra_keys, kv_format)
         total = len(chain.tokens)
+        most = total - 1 if limit is None else min(limit, total - 1)
         restored = Restored(0, None, "too_short" if total < 2 else "unsupported_type")
         if self._closed:
             restored = Restored(0, None, "closed")
         elif total >= 2 and self._own is not None:
             room = spare if self._spare_rows else 0
             own = None if kv_format is not None else [state.type_name for state in self._own]
-            restored = restore(self._store, chain, self._prototypes, own, total - 1, room)
+            restored = restore(self._store, chain, self._prototypes, own, self._needs, most, room)
         hit = Hit(
             caches=copy.deepcopy(self._prototypes) if restored.caches is None else restored.caches,
             cached_tokens=restored.n,
             remaining=tokens.slice(restored.n, total) if isinstance(tokens, TokenBuffer) else tokens[restored.n :],
             reason=restored.reason,
             diverged_at=restored.diverged_at,
+            checkpoint=restored.rows_to if self._needs.state and restored.rows_to > restored.n else None,
             tiers=restored.tiers,
             bytes=restored.bytes,
             seconds=time.perf_counter() - started,
@@ -189,13 +211,14 @@ class PrefixCache:
         """
         chain = self._chain(tokens, salt, extra_keys, kv_format, lend=False)
         if not isinstance(hit, Hit):
-            return Recorder(self, chain, hit, 0, kv_format)
+            return Recorder(self._storing, chain, hit, 0, 0, None, kv_format)
         if hit.chain is not None and hit.chain.tokens.common_prefix(chain.tokens) < hit.cached_tokens:
             raise ValueError(f"the first {hit.cached_tokens} tokens are not those of the hit")
         # Under other salts or content keys, or in another form, nothing of it is stored yet.
         blocks = hit.cached_tokens // self._block_size
         same = hit.chain is not None and hit.chain.root == chain.root and hit.chain.keys[:blocks] == chain.keys[:blocks]
-        return Recorder(self, chain, hit.caches, hit.cached_tokens if same else 0, kv_format)
+        stored = hit.cached_tokens if same else 0
+        return Recorder(self._storing, chain, hit.caches, hit.cached_tokens, stored, hit.checkpoint, kv_format)
 
     def store(
         self,
@@ -206,18 +229,25 @@ class PrefixCache:
         salt: Salt = None,
         extra_keys: ContentKeys | None = None,
         kv_format: KvFormat | None = None,
+        snapshots: Snapshots | None = None,
     ) -> StoreReport:
         """Stores the rows of ``tokens`` from ``caches``, whole blocks and the tail; what is there is not copied again.
 
         ``caches`` may stand at more tokens than these, never at fewer. ``covers``: how many tokens they stand at, if
         not what their layers count. Nothing is kept of a cache class that no handler knows: the report's ``reason``
-        says so.
+        says so. A sliding window still holds only its last rows, and a recurrent state only the last one: enough to
+        stand at the end of ``tokens``, not before. ``snapshots`` adds what earlier ends need: it maps numbers of tokens
+        to the caches as they stood there (copies, lists like ``caches``; None for one that is missing after all).
 
         ValueError or TypeError, naming the layer, for objects that are no caches, layers that disagree, several
         sequences in one cache, and for more tokens than rows. Nothing stored is harmed.
         """
+        if covers is not None and not _is_count(covers):
+            raise ValueError(f"covers is {covers!r}, expected a number of tokens")
+        _check_snapshots(snapshots)
         chain = self._chain(tokens, salt, extra_keys, kv_format)
-        return self._record(chain, caches, len(chain.tokens), kv_format, covers)
+        upto = len(chain.tokens)
+        return self._storing.store(chain, caches, upto, kv_format, covers=covers, snapshots=snapshots)
 
     def flush(self) -> None:
         """Waits until everything accepted so far is on disk. OSError if a write failed since the last flush, ValueError
@@ -231,6 +261,7 @@ class PrefixCache:
                 **self._counts,
                 "hit_reasons": dict(self._hit_reasons),
                 "store_reasons": dict(self._store_reasons),
+                "snapshot_reasons": dict(self._snapshot_reasons),
                 **self._store.stats(),
             }
 
@@ -272,48 +303,6 @@ class PrefixCache:
                 self._chains.append(chain)
         return chain
 
-    def _record(
-        self,
-        chain: KeyChain,
-        caches: Sequence[Any],
-        upto: int,
-        kv_format: KvFormat | None,
-        covers: int | None = None,
-        first_block: int = 0,
-        tail: bool = True,
-    ) -> StoreReport:
-        try:
-            states = describe_layers(caches)
-        except Unsupported as refusal:
-            return self._count_store(StoreReport(reason=refusal.reason, detail=str(refusal)))
-        rows = common_offset(states)
-        self._check_form(states, kv_format)
-        if covers is not None and not _is_count(covers):
-            raise ValueError(f"covers is {covers!r}, expected a number of tokens")
-        stands_at = rows if covers is None else covers
-        if rows is not None and stands_at is not None and stands_at > rows:
-            raise ValueError(f"covers is {covers}, but the layers hold {rows} tokens")
-        if stands_at is None or upto > stands_at:
-            raise ValueError(f"{upto} tokens were given, but the caches stand at {stands_at}")
-        if upto < 1:
-            return self._count_store(StoreReport(reason="too_short", detail="there is no token to store"))
-        return self._count_store(record(self._store, chain, states, upto, first_block, tail))
-
-    def _check_form(self, states: Sequence[LayerState], kv_format: KvFormat | None) -> None:
-        """ValueError for layers that could not be handed out again under these keys."""
-        own = self._own or []
-        if len(states) != len(own):
-            raise ValueError(f"{len(states)} caches were given, the model has {len(own)} layers")
-        for i, (state, mine) in enumerate(zip(states, own, strict=True)):
-            if kv_format is None and (state.type_name, dict(state.meta)) != (mine.type_name, dict(mine.meta)):
-                raise ValueError(
-                    f"layer {i} is a {state.type_name} {dict(state.meta)}, the model's own is a {mine.type_name} "
-                    f"{dict(mine.meta)}: say which form it has with kv_format=(bits, group_size, start)"
-                )
-            form = state.meta.get("bits"), state.meta.get("group_size")
-            if kv_format is not None and form not in ((None, None), tuple(kv_format[:2])):
-                raise ValueError(f"layer {i} has bits and group_size {form}, kv_format says {tuple(kv_format[:2])}")
-
     def _count_fetch(self, hit: Hit, total: int) -> None:
         with self._lock:
             self._counts["fetches"] += 1
@@ -331,7 +320,10 @@ class PrefixCache:
         with self._lock:
             self._counts["stores"] += 1
             self._counts["stored_bytes"] += report.bytes
+            self._counts["stored_states"] += report.state_at is not None
+            self._counts["dropped_states"] += report.dropped_states
             self._store_reasons[report.reason] += 1
+            self._snapshot_reasons.update(report.snapshots.values())
             first = self._store_reasons[report.reason] == 1
         if first and report.reason in _TROUBLE:
             self._warn("a store kept less", report.reason)
@@ -345,59 +337,18 @@ class PrefixCache:
         logging.getLogger("prefixcache").warning("%s: %s (%s); from now on see stats()", what, reason, error)
 
 
-class Recorder:
-    """Stores one request's blocks as they become complete. For one thread at a time.
-
-    It keeps the list of caches it was given, and reads their arrays only inside ``advance`` and ``finish``.
-    """
-
-    def __init__(
-        self, cache: PrefixCache, chain: KeyChain, caches: Sequence[Any], start: int, kv_format: KvFormat | None
-    ) -> None:
-        self._cache = cache
-        self._chain = chain
-        self._caches = caches
-        self._kv_format = kv_format
-        self._stored_blocks = start // cache.block_size
-
-    def next_cut(self, n: int) -> int:
-        """Where the next prefill chunk that starts at token ``n`` should end at the earliest: a block boundary."""
-        if not _is_count(n):
-            raise ValueError(f"n is {n!r}, expected a number of tokens")
-        return (n // self._cache.block_size + 1) * self._cache.block_size
-
-    def advance(self, n: int, tokens: Any = None) -> StoreReport:
-        """Says that the caches now stand at ``n`` tokens, the last ``len(tokens)`` of them decoded behind the prompt.
-
-        Stores the blocks that became complete; where none did, it returns at once and looks at nothing. ValueError if
-        the caches stand at fewer tokens, or if ``n`` is beyond the tokens known.
-        """
-        if tokens is not None and len(tokens) > 0:
-            self._chain.extend(tokens)
-        self._check(n)
-        whole = n // self._cache.block_size
-        if whole <= self._stored_blocks:
-            return StoreReport(stored_tokens=self._stored_blocks * self._cache.block_size)
-        report = self._cache._record(
-            self._chain, self._caches, n, self._kv_format, first_block=self._stored_blocks, tail=False
-        )
-        self._stored_blocks = max(self._stored_blocks, report.stored_tokens // self._cache.block_size)
-        return report
-
-    def _check(self, n: int) -> None:
-        if not _is_count(n) or n > len(self._chain.tokens):
-            raise ValueError(f"n is {n!r}, but only {len(self._chain.tokens)} tokens are known")
-
-    def finish(self, n: int | None = None) -> StoreReport:
-        """Stores what is left, the short block behind the last whole one included. ``n``: tokens the caches stand at;
-        default: all tokens known."""
-        upto = len(self._chain.tokens) if n is None else n
-        self._check(upto)
-        return self._cache._record(self._chain, self._caches, upto, self._kv_format, first_block=self._stored_blocks)
-
-
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_snapshots(snapshots: object) -> None:
+    if snapshots is None:
+        return
+    if not isinstance(snapshots, Mapping):
+        raise TypeError(f"snapshots must map token counts to caches, not {type(snapshots).__name__}")
+    for n in snapshots:
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(f"snapshots must map token counts to caches, not {n!r}")
 
 
 def _raise(status: Status) -> None:

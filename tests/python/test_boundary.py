@@ -10,15 +10,21 @@ import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import KVCache
 from support import ShadowStore, chain_files, check_hit, filled, make_caches, open_cache
 
 from prefixcache import HIT_REASONS
 from prefixcache._boundary import Boundary, deepest_boundary
 from prefixcache._core import BlockStore, KeyChain, Part, Slots
 from prefixcache._keys import key_chain
+from prefixcache._parts import Needs
 
+ROWS = Needs(rows=True, windows=(), state=False)
 TOKENS = list(range(700, 741))  # five blocks of 8 and 1 token
+
+
+class Unknown(KVCache):  # type: ignore[misc]
+    """A class that may do anything."""
 
 
 def memory_store() -> BlockStore:
@@ -42,7 +48,7 @@ def put(store: BlockStore, chain: KeyChain, blocks: Sequence[int], upto: int | N
 
 def boundary(store: BlockStore, tokens: Sequence[int], limit: int | None = None, **keys: Any) -> Boundary:
     chain = key_chain("a", tokens, 8, **keys)
-    return deepest_boundary(store, chain, len(tokens) - 1 if limit is None else limit)
+    return deepest_boundary(store, chain, ROWS, len(tokens) - 1 if limit is None else limit)
 
 
 class TestDeepest:
@@ -58,7 +64,7 @@ class TestDeepest:
             shadow.stored.append(tokens)
         for tokens in data.draw(st.lists(sequences.filter(lambda one: len(one) > 1), max_size=6)):
             chain = key_chain("a", tokens, block_size)
-            found = deepest_boundary(store, chain, len(tokens) - 1)
+            found = deepest_boundary(store, chain, ROWS, len(tokens) - 1)
             assert (found.n, found.reason, found.diverged_at) == shadow.expected(tokens)
             assert len(found.keys) == -(-found.n // block_size)
             # All but the last are the request's own blocks; the last holds the rows up to n.
@@ -82,7 +88,7 @@ class TestDeepest:
         store = memory_store()
         chain = key_chain("a", TOKENS, 8)
         put(store, chain, [0, 1, 3, 4, 5])
-        assert boundary(store, TOKENS) == Boundary(16, chain.keys[:2], "end_of_stored", None)
+        assert boundary(store, TOKENS) == Boundary(16, chain.keys[:2], "end_of_stored", None, 16)
         store.erase([chain.key(0)], [Part.kv])
         assert boundary(store, TOKENS) == Boundary(0, [], "no_match", None)
 
@@ -146,9 +152,13 @@ class TestReasons:
     def test_what_the_model_says(self, tmp_path: Path) -> None:
         with open_cache(tmp_path / "cache") as cache:
             cache.store(TOKENS, filled(TOKENS))
+            keys = cache._key_space
         with open_cache(tmp_path / "cache", caches=make_caches(layers=5)) as cache:
+            assert cache.fetch(TOKENS).reason == "no_match"
+            cache._key_space = keys  # as if a release had changed what a class is stored as
             assert cache.fetch(TOKENS).reason == "structure_mismatch"
-        with open_cache(tmp_path / "cache", caches=[RotatingKVCache(max_size=8)]) as cache:
+            assert cache.fetch(TOKENS).reason == "no_match"  # it stands in nobody's way any more
+        with open_cache(tmp_path / "cache", caches=[Unknown()]) as cache:
             assert cache.fetch(TOKENS).reason == "unsupported_type"
 
     def test_closed(self, tmp_path: Path) -> None:

@@ -73,6 +73,10 @@ PREFIXCACHE_API Key chain_root(const Key& namespace_id, std::span<const Salt> sa
 PREFIXCACHE_API Key block_key(const Key& namespace_id, std::span<const std::uint8_t> parent,
                               std::span<const std::uint32_t> tokens, std::span<const ContentKey> content = {});
 
+// Rows of one block that are needed over another reach (a window of another size, say) are stored under keys of their
+// own. `group` names the reach; 0 is the block's own key. One-to-one, and its own inverse.
+PREFIXCACHE_API Key group_key(const Key& key, std::uint64_t group);
+
 // The content keys that first apply in the block of tokens [lo, hi), sorted: those with start in [lo, hi).
 PREFIXCACHE_API std::vector<ContentKey> content_of_block(std::span<const ContentKey> content, std::int64_t lo,
                                                          std::int64_t hi);

@@ -39,6 +39,8 @@ struct PutRequest {
   std::span<const SlotInput> slots;
   // Text that comes back with gather() and load(). At most 1 MiB.
   std::string_view meta;
+  // The reach that these rows are needed over: key and parent are stored as group_key(..., group).
+  std::uint64_t group = 0;
 };
 
 // What the index knows of one part. No tensor is read for it.
@@ -69,6 +71,31 @@ struct ChildMatch {
   std::int64_t depth = 0;
   std::int64_t rows = 0;        // tokens in common, content keys considered
   std::int64_t block_rows = 0;  // tokens of that child; 0: there is no child
+};
+
+// Which rows of a window are needed to stand at n: [0, n) up to n = window, behind it the last `window - keep` ones.
+struct WindowReach {
+  std::int64_t window = 1;
+  std::int64_t keep = 0;
+  std::uint64_t group = 0;
+
+  std::int64_t first_row(std::int64_t n) const { return n <= window ? 0 : n - (window - keep); }
+};
+
+// A sequence and the keys of its whole blocks.
+struct ChainView {
+  Key root;
+  std::span<const Key> keys;
+  std::int64_t block_size = 1;
+  std::span<const std::uint32_t> tokens;
+  std::span<const ContentKey> content;
+};
+
+// Where a sequence can be taken up: after `n` tokens (0: nowhere). `last`: the block or tail that ends there or in
+// which it lies, before group_key() is applied.
+struct Point {
+  std::int64_t n = 0;
+  Key last;
 };
 
 struct StoreStats {
@@ -130,6 +157,19 @@ class PREFIXCACHE_API BlockStore {
   // newest, are looked at.
   virtual ChildMatch longest_child(const Key& parent, std::int64_t start, std::span<const std::uint32_t> tokens,
                                    std::span<const ContentKey> content, Part part) = 0;
+
+  // The largest n up to `limit` for which all rows that `reach` needs at n are stored as Part::win, but for the kept
+  // ones. Index only, but for headers of files that were not read yet, and at most 8 questions to the disk.
+  virtual Point deepest_window(const ChainView& chain, const WindowReach& reach, std::int64_t limit) = 0;
+
+  // The largest n up to `limit` at which a Part::state of this very sequence was put.
+  virtual Point deepest_state(const ChainView& chain, std::int64_t limit) = 0;
+
+  // The largest n below `limit` where something stored leaves this sequence: its tokens go on otherwise. 0: nowhere.
+  virtual std::int64_t deepest_fork(const ChainView& chain, std::int64_t limit) = 0;
+
+  // Makes a part the most recently used, and with a part `kv` the blocks before it.
+  virtual void touch(const Key& key, Part part) = 0;
 
   // Copies rows of consecutive blocks into fresh arrays: one copy, by a small thread pool, arrays ready on return.
   virtual Gathered gather(const GatherRequest& request) = 0;

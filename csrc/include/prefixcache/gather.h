@@ -28,6 +28,8 @@ struct GatherRequest {
   std::int64_t capacity = 0;
   // Slots to gather, in this order. Empty: all slots of the part, in the order they were put.
   std::vector<std::string> slots;
+  // As in PutRequest.
+  std::uint64_t group = 0;
 };
 
 struct GatheredSlot {

@@ -1,0 +1,176 @@
+// store_points.cpp: how far the rows of a window and the recurrent states reach.
+#include <algorithm>
+#include <stdexcept>
+
+#include "store/common_rows.h"
+#include "store/store_impl.h"
+
+namespace prefixcache::store {
+
+namespace {
+
+// Questions to the disk for parts that another process may have written.
+constexpr int kMostProbes = 8;
+// Of one parent. Newer ones are looked at first.
+constexpr std::size_t kMostChildren = 64;
+
+constexpr Part kWin[] = {Part::win};
+constexpr Part kState[] = {Part::state};
+constexpr Part kRowsOrState[] = {Part::kv, Part::state};
+
+std::int64_t checked_limit(const ChainView& chain, std::int64_t limit) {
+  if (chain.block_size < 1) {
+    throw std::invalid_argument("[BlockStore] block_size is " + std::to_string(chain.block_size) +
+                                ", expected 1 or more");
+  }
+  return std::min(limit, static_cast<std::int64_t>(chain.tokens.size()));
+}
+
+const Key& parent_of_block(const ChainView& chain, std::int64_t i) {
+  return i == 0 ? chain.root : chain.keys[static_cast<std::size_t>(i - 1)];
+}
+
+// Tokens of block `i`, and of what follows it.
+std::span<const std::uint32_t> tokens_from(const ChainView& chain, std::int64_t i) {
+  return chain.tokens.subspan(static_cast<std::size_t>(i * chain.block_size));
+}
+
+}  // namespace
+
+bool StoreImpl::rows_of(const Key& key, Part part, std::int64_t& row_lo, std::int64_t& row_hi) {
+  for (bool looked = false;; looked = true) {
+    {
+      Lock lock(mutex_);
+      const PartRecord* record = index_.find(key, part);
+      if (record == nullptr) return false;
+      row_lo = record->row_lo;
+      row_hi = record->row_hi;
+    }
+    if (row_lo >= 0) return true;
+    if (looked) return false;
+    std::shared_ptr<PartFile> file;
+    if (Status status = open_file(key, part, file); !status.is_ok()) forget(key, part, status);
+  }
+}
+
+std::vector<std::pair<Key, Part>> StoreImpl::children_with(const Key& parent, std::span<const Part> any_of) const {
+  std::vector<std::pair<Key, Part>> found;
+  Lock lock(mutex_);
+  const std::vector<Entry*> entries = index_.children(layout::parent_prefix(parent));
+  for (auto entry = entries.rbegin(); entry != entries.rend() && found.size() < kMostChildren; ++entry) {
+    for (const Part part : any_of) {
+      if ((*entry)->parts[static_cast<int>(part)] == nullptr) continue;
+      found.emplace_back((*entry)->key, part);
+      break;
+    }
+  }
+  return found;
+}
+
+Point StoreImpl::window_in_block(const ChainView& chain, const WindowReach& reach, std::int64_t n) {
+  const std::int64_t i = (n - 1) / chain.block_size;
+  const std::int64_t start = i * chain.block_size;
+  const Key parent = group_key(parent_of_block(chain, i), reach.group);
+  Point best;
+  const auto consider = [&](const Key& key) {
+    const auto text = text_of(key, parent, Part::win);
+    std::int64_t lo = 0;
+    std::int64_t hi = 0;
+    if (text == nullptr || !rows_of(key, Part::win, lo, hi)) return;
+    const std::int64_t common = common_rows(*text, start, tokens_from(chain, i), chain.content);
+    const std::int64_t reached = std::min({n, start + common, hi});
+    if (reached > start && reached > best.n && lo <= std::max(start, reach.first_row(reached))) {
+      best = {reached, group_key(key, reach.group)};
+    }
+  };
+  // The block itself, where all of its tokens are known, then whatever else shares its beginning.
+  if (static_cast<std::size_t>(i) < chain.keys.size()) {
+    consider(group_key(chain.keys[static_cast<std::size_t>(i)], reach.group));
+    if (best.n == n) return best;
+  }
+  for (const auto& [key, part] : children_with(parent, kWin)) consider(key);
+  return best;
+}
+
+Point StoreImpl::deepest_window(const ChainView& chain, const WindowReach& reach, std::int64_t limit) {
+  std::int64_t n = checked_limit(chain, limit);
+  const std::int64_t size = chain.block_size;
+  int probes = 0;
+  const auto probe = [&](std::int64_t i) {
+    if (static_cast<std::size_t>(i) >= chain.keys.size() || probes++ >= kMostProbes) return false;
+    return find_on_disk(group_key(chain.keys[static_cast<std::size_t>(i)], reach.group),
+                        group_key(parent_of_block(chain, i), reach.group), (i + 1) * size, Part::win);
+  };
+  while (n > 0) {
+    std::int64_t i = (n - 1) / size;
+    Point point = window_in_block(chain, reach, n);
+    if (point.n == 0 && probe(i)) point = window_in_block(chain, reach, n);
+    const std::int64_t needed = reach.first_row(point.n);
+    bool whole = point.n > 0;
+    while (whole && i * size > needed) {
+      --i;
+      const Key key = group_key(chain.keys[static_cast<std::size_t>(i)], reach.group);
+      std::int64_t lo = 0;
+      std::int64_t hi = 0;
+      whole = (rows_of(key, Part::win, lo, hi) || (probe(i) && rows_of(key, Part::win, lo, hi))) &&
+              hi == (i + 1) * size && lo <= std::max(i * size, needed);
+    }
+    if (whole) return point;
+    // An earlier n needs earlier rows: only the blocks before the gap can serve it.
+    n = i * size;
+  }
+  return {};
+}
+
+Point StoreImpl::deepest_state(const ChainView& chain, std::int64_t limit) {
+  limit = checked_limit(chain, limit);
+  if (limit <= 0) return {};
+  const std::int64_t last = std::min((limit - 1) / chain.block_size, static_cast<std::int64_t>(chain.keys.size()));
+  if (static_cast<std::size_t>(last) < chain.keys.size() && (last + 1) * chain.block_size <= limit) {
+    find_on_disk(chain.keys[static_cast<std::size_t>(last)], parent_of_block(chain, last),
+                 (last + 1) * chain.block_size, Part::state);
+  }
+  for (std::int64_t i = last; i >= 0; --i) {
+    const Key& parent = parent_of_block(chain, i);
+    const std::int64_t start = i * chain.block_size;
+    Point best;
+    for (const auto& [key, part] : children_with(parent, kState)) {
+      const auto text = text_of(key, parent, Part::state);
+      if (text == nullptr) continue;
+      const auto count = static_cast<std::int64_t>(text->tokens.size());
+      if (start + count > limit || start + count <= best.n) continue;
+      if (common_rows(*text, start, tokens_from(chain, i), chain.content) == count) best = {start + count, key};
+    }
+    if (best.n > 0) return best;
+  }
+  return {};
+}
+
+std::int64_t StoreImpl::deepest_fork(const ChainView& chain, std::int64_t limit) {
+  limit = checked_limit(chain, limit);
+  for (std::int64_t i = limit > 0 ? (limit - 1) / chain.block_size : -1; i >= 0; --i) {
+    if (static_cast<std::size_t>(i) > chain.keys.size()) continue;
+    const Key& parent = parent_of_block(chain, i);
+    const std::int64_t start = i * chain.block_size;
+    std::int64_t fork = 0;
+    for (const auto& [key, part] : children_with(parent, kRowsOrState)) {
+      const bool ours =
+          static_cast<std::size_t>(i) < chain.keys.size() && key == chain.keys[static_cast<std::size_t>(i)];
+      const auto text = ours ? nullptr : text_of(key, parent, part);
+      if (text == nullptr) continue;
+      const std::int64_t common = common_rows(*text, start, tokens_from(chain, i), chain.content);
+      if (common < static_cast<std::int64_t>(text->tokens.size()) && start + common < limit) {
+        fork = std::max(fork, start + common);
+      }
+    }
+    if (fork > 0) return fork;
+  }
+  return 0;
+}
+
+void StoreImpl::touch(const Key& key, Part part) {
+  Lock lock(mutex_);
+  if (PartRecord* record = index_.find(key, part)) index_.touch(*record);
+}
+
+}  // namespace prefixcache::store

@@ -1,0 +1,151 @@
+"""Describing live caches, checking them against the model's own, and storing what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prefixcache._checkpoints import drop_superseded
+from prefixcache._core import BlockStore, KeyChain
+from prefixcache._keys import KvFormat
+from prefixcache._layer_state import LayerState, walk
+from prefixcache._parts import Needs
+from prefixcache._record import record, record_snapshot
+from prefixcache._results import StoreReport
+from prefixcache.errors import Unsupported
+from prefixcache.type_registry import common_offset, describe_layers
+
+Snapshots = Mapping[int, "Sequence[Any] | None"]
+Amend = Callable[[Sequence[LayerState]], Sequence[LayerState]]
+
+
+class Storing:
+    """The store line of one cache. Any thread.
+
+    ``own``: the model's own empty layers; None if there is a class that no handler knows. ``interval``: every so many
+    tokens a state is kept for good; a multiple of the block size. ``count`` gets each report.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        own: Sequence[LayerState] | None,
+        needs: Needs,
+        interval: int,
+        count: Callable[[StoreReport], StoreReport],
+    ) -> None:
+        self.needs = needs
+        self.interval = interval
+        self._store = store
+        self._own = own
+        self._count = count
+
+    def describe(self, caches: Sequence[Any], kv_format: KvFormat | None) -> list[LayerState]:
+        """The layers' states. ``Unsupported`` for what no handler knows; ValueError for layers that disagree or have
+        another form than the model's own, TypeError for what are no caches."""
+        states = describe_layers(caches)
+        common_offset(states)
+        self._check_form(states, kv_format)
+        return states
+
+    def store(
+        self,
+        chain: KeyChain,
+        caches: Sequence[Any],
+        upto: int,
+        kv_format: KvFormat | None = None,
+        *,
+        covers: int | None = None,
+        uncounted: int | None = None,
+        first_block: int = 0,
+        tail: bool = True,
+        state: bool = True,
+        amend: Amend = list,
+        snapshots: Snapshots | None = None,
+    ) -> StoreReport:
+        """Stores tokens [first_block * block_size, upto) from ``caches``; arguments as in ``record``.
+
+        ``covers``: the tokens that the caches stand at; by default what their layers count, and if none of them counts
+        ``uncounted``. ``amend`` may add rows to
+        the described layers. ``snapshots``: as in ``PrefixCache.store``.
+        """
+        try:
+            states = self.describe(caches, kv_format)
+        except Unsupported as refusal:
+            return self._count(StoreReport(reason=refusal.reason, detail=str(refusal)))
+        if upto < 1:
+            return self._count(StoreReport(reason="too_short", detail="there is no token to store"))
+        counted = common_offset(states)
+        stands_at = _standing(counted, uncounted if covers is None and counted is None else covers, upto)
+        if stands_at is None:
+            detail = "no layer counts tokens: say with covers how many the caches stand at"
+            return self._count(StoreReport(reason="unknown_count", detail=detail))
+        kept = dict(self._keep_snapshots(chain, snapshots, upto, kv_format))
+        # A state that stands elsewhere than its caller says is nobody's.
+        state = state and counted in (None, stands_at)
+        report = record(self._store, chain, amend(states), upto, stands_at, first_block, tail, state)
+        report.snapshots = {n: reason for n, (reason, _) in kept.items()}
+        report.bytes += sum(added for _, added in kept.values())
+        if state and self.needs.state and report.state_at is None and report.reason == "complete":
+            report.reason = "state_elsewhere"
+            report.detail = f"the state is that of {counted or stands_at} tokens, not of {upto}"
+        if report.state_at is not None:
+            report.dropped_states = drop_superseded(self._store, chain, report.state_at, self.interval)
+        return self._count(report)
+
+    def _keep_snapshots(
+        self, chain: KeyChain, snapshots: Snapshots | None, upto: int, kv_format: KvFormat | None
+    ) -> Iterator[tuple[int, tuple[str, int]]]:
+        """For each snapshot its token count, what became of it, and the bytes that it added."""
+        for n in sorted(snapshots or {}):
+            if n < 1 or n > upto:
+                yield n, ("beyond_tokens", 0)
+                continue
+            caches = (snapshots or {})[n]
+            if caches is None:
+                yield n, ("missing", 0)
+                continue
+            try:
+                states = self.describe(caches, kv_format)
+                counted = common_offset(states)
+            except Unsupported as refusal:
+                yield n, (refusal.reason, 0)
+                continue
+            except (ValueError, TypeError):
+                yield n, ("contradictory", 0)
+                continue
+            if counted not in (None, n):
+                yield n, ("other_count", 0)
+                continue
+            report = record_snapshot(self._store, chain, states, n)
+            yield n, ("kept" if report.reason == "complete" else report.reason, report.bytes)
+
+    def _check_form(self, states: Sequence[LayerState], kv_format: KvFormat | None) -> None:
+        """ValueError for layers that could not be handed out again under these keys."""
+        own = self._own or []
+        if len(states) != len(own):
+            raise ValueError(f"{len(states)} caches were given, the model has {len(own)} layers")
+        for (path, state), (_, mine) in zip(walk(states), walk(own), strict=False):
+            same = (state.type_name, dict(state.meta), len(state.children)) == (
+                mine.type_name,
+                dict(mine.meta),
+                len(mine.children),
+            )
+            if kv_format is None and not same:
+                raise ValueError(
+                    f"layer {path} is a {state.type_name} {dict(state.meta)}, the model's own is a {mine.type_name} "
+                    f"{dict(mine.meta)}: say which form it has with kv_format=(bits, group_size, start)"
+                )
+            form = state.meta.get("bits"), state.meta.get("group_size")
+            if kv_format is not None and form not in ((None, None), tuple(kv_format[:2])):
+                raise ValueError(f"layer {path} has bits and group_size {form}, kv_format says {tuple(kv_format[:2])}")
+
+
+def _standing(counted: int | None, covers: int | None, upto: int) -> int | None:
+    """The tokens that the caches stand at. ValueError where what is said and what is counted cannot both be."""
+    stands_at = counted if covers is None else covers
+    if counted is not None and stands_at is not None and stands_at > counted:
+        raise ValueError(f"covers is {covers}, but the layers hold {counted} tokens")
+    if stands_at is not None and upto > stands_at:
+        raise ValueError(f"{upto} tokens were given, but the caches stand at {stands_at}")
+    return stands_at
