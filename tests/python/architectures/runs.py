@@ -17,8 +17,9 @@ from architectures import harness
 BLOCK = 16
 # Two turns of a conversation: each is a prompt, and tokens decoded after it. The first ends inside a block, the second
 # at the end of one.
-PROMPT, TURN = 86, 92
-PROMPT2, TURN2 = 101, 112
+PROMPT, TURN = 86, 90
+PROMPT2, TURN2 = 107, 112
+PROMPT3, TURN3 = 120, 121
 TOKENS = [int(token) for token in np.random.default_rng(11).integers(1, harness.VOCABULARY, 130)]
 
 
@@ -44,7 +45,7 @@ def next_block(n: int) -> int:
 CHUNKS = [
     *chunks(0, PROMPT, TURN, next_block),
     *chunks(TURN, PROMPT2, TURN2, next_block),
-    *chunks(TURN2, 120, 123, next_block),
+    *chunks(TURN2, PROMPT3, TURN3, next_block),
 ]
 
 
