@@ -94,6 +94,10 @@ Point StoreImpl::window_in_block(const ChainView& chain, const WindowReach& reac
 
 Point StoreImpl::deepest_window(const ChainView& chain, const WindowReach& reach, std::int64_t limit) {
   std::int64_t n = checked_limit(chain, limit);
+  if (reach.window < 1 || reach.keep < 0 || reach.keep >= reach.window) {
+    throw std::invalid_argument("[BlockStore::deepest_window] a window of " + std::to_string(reach.window) +
+                                " rows that keeps " + std::to_string(reach.keep));
+  }
   const std::int64_t size = chain.block_size;
   int probes = 0;
   const auto probe = [&](std::int64_t i) {
@@ -116,8 +120,8 @@ Point StoreImpl::deepest_window(const ChainView& chain, const WindowReach& reach
               hi == (i + 1) * size && lo <= std::max(i * size, needed);
     }
     if (whole) return point;
-    // An earlier n needs earlier rows: only the blocks before the gap can serve it.
-    n = i * size;
+    // An earlier n needs earlier rows: only what ends in the block of the gap, or before it, can serve.
+    n = std::min((i + 1) * size, (n - 1) / size * size);
   }
   return {};
 }

@@ -417,7 +417,8 @@ TEST_P(StoreContract, MisuseIsNamed) {
   };
   using Slots = std::vector<SlotInput>;
   refused("occurs twice", [](auto&, Slots& s) { s.push_back(s[0]); });
-  refused("at least one slot", [](auto&, Slots& s) { s.clear(); });
+  refused("only a part 'kv' may be without slots", [](PutRequest& r, Slots& s) { s.clear(), r.part = Part::win; });
+  refused("only a part 'kv' may be without slots", [](PutRequest& r, Slots& s) { s.clear(), r.part = Part::state; });
   refused("seq_axis 4", [](auto&, Slots& s) { s[0].seq_axis = 4; });
   refused("seq_axis -2", [](auto&, Slots& s) { s[0].seq_axis = -2; });
   refused("rows 1..5", [](auto&, Slots& s) { s[0].first_row = 1; });
