@@ -165,6 +165,15 @@ def test_a_stored_child_of_a_type_nobody_knows() -> None:
     assert caught.value.reason == "unsupported_type"
 
 
+def test_a_model_with_a_child_that_nobody_knows() -> None:
+    """A class of the same name from elsewhere may behave differently."""
+    other = type("KVCache", (KVCache,), {})
+    states = through_parts(describe_layers([_append(CacheList(KVCache()), 0, 4)]), 4)
+    with pytest.raises(Unsupported, match=r"layer 0 .*cache 0 \(KVCache\): no handler") as caught:
+        rebuild_layers([CacheList(other())], states, 4)
+    assert caught.value.reason == "unsupported_type"
+
+
 def test_a_child_may_be_quantised() -> None:
     donor = CacheList(_append(QuantizedKVCache(32, 4), 0, 20), _append(KVCache(), 0, 20))
     (rebuilt,) = rebuild_layers([CacheList(KVCache(), KVCache())], through_parts(describe_layers([donor]), 20), 20)
