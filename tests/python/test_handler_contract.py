@@ -45,7 +45,9 @@ def _plans(case: HandlerCase) -> dict[str, Plan]:
         plans |= {"250 and 8 singles": [250] + [1] * 8, "8 singles": [1] * 8}
         plans |= {f"{p - 5} and {k} singles": [p - 5] + [1] * k for k in (4, 5, 6, 20) if p}
         plans |= {f"{p + 40} and 3 singles": [p + 40, 1, 1, 1]} if p else {}
-    return plans
+    # The children of a list have been at every phase on their own.
+    step = 3 if case.id.startswith("list-") else 1
+    return {name: plans[name] for name in list(plans)[::step]}
 
 
 def _each(choose: Callable[[HandlerCase], bool] = lambda case: True) -> Any:
@@ -91,7 +93,8 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _bytes(array: mx.array) -> bytes:
-    return bytes(memoryview(mx.contiguous(array.reshape(-1)).view(mx.uint8)))
+    # Python has no bfloat16.
+    return memoryview(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array).tobytes()
 
 
 def _rebuild(case: HandlerCase, donor: Any, n: int, spare: int = 0) -> Any:
@@ -112,6 +115,7 @@ def _play(case: HandlerCase, cache: Any, n: int, counts: Plan) -> Iterator[tuple
 
 def _check_play(case: HandlerCase, cache: Any, reference: Any, n: int, counts: Plan) -> None:
     seen, expected = (list(_play(case, one, n, counts)) for one in (cache, reference))
+    mx.eval([value for _, value in (*seen, *expected) if isinstance(value, mx.array)])
     assert [what for what, _ in seen] == [what for what, _ in expected]
     for (what, left), (_, right) in zip(seen, expected, strict=True):
         assert _same(left, right), what
