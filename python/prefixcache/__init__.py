@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import prefixcache._check_mlx  # noqa: F401  (first: what follows loads the extension)
 from prefixcache._build_info import VERSION as __version__
 from prefixcache._recorder import Recorder
-from prefixcache._results import HIT_REASONS, STORE_REASONS, Hit, StoreReport
+from prefixcache._results import HIT_REASONS, SNAPSHOT_REASONS, STORE_REASONS, Hit, StoreReport
 from prefixcache.cache import PrefixCache
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HIT_REASONS",
+    "SNAPSHOT_REASONS",
     "STORE_REASONS",
     "Hit",
     "PrefixCache",

@@ -7,6 +7,8 @@ else that is stored leaves the branch: others may need them.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from prefixcache._core import BlockStore, KeyChain, Part
 
 _TIPS = 2
@@ -21,13 +23,27 @@ def checkpoints(store: BlockStore, chain: KeyChain, limit: int) -> list[tuple[in
     return found
 
 
-def drop_superseded(store: BlockStore, chain: KeyChain, n: int, interval: int) -> int:
-    """Deletes states before ``n`` that newer ones of the same branch make useless. Returns how many."""
-    old = [point for point in checkpoints(store, chain, n)[_TIPS:] if point[0] % interval]
+def drop_superseded(
+    store: BlockStore, chain: KeyChain, n: int, interval: int, keep: Collection[int] = frozenset()
+) -> int:
+    """Deletes states before ``n`` that newer ones of the same branch make useless, but for those at the token counts
+    ``keep``. Returns how many."""
+    tips = [point for point in checkpoints(store, chain, n) if point[0] % interval and point[0] not in keep]
+    old = tips[_TIPS:]
     if not old:
         return 0
-    fork = store.deepest_fork(chain, n)
+    # What leaves at n itself counts too.
+    fork = store.deepest_fork(chain, n + 1)
     keys = [key for depth, key in old if depth > fork]
     if keys:
         store.erase(keys, [Part.state])
     return len(keys)
+
+
+def drop_at(store: BlockStore, chain: KeyChain, n: int) -> int:
+    """Deletes the state for ``n`` tokens. Returns how many there were: 0 or 1."""
+    found = store.deepest_state(chain, n)
+    if found is None or found[0] != n:
+        return 0
+    store.erase([found[1]], [Part.state])
+    return 1

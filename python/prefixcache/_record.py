@@ -86,10 +86,11 @@ class _Writer:
         """The state, for tokens [0, depth). False where there was no room; true as well if there is none."""
         for part in self._parts:
             if part.part == Part.state:
-                status, _ = self._put(part, block, depth, depth, depth)
+                status, added = self._put(part, block, depth, depth, depth)
                 if not status:
                     return False
                 self.report.state_at = depth
+                self.report.state_bytes = added
         return True
 
     def _put(self, part: PartSlots, block: int, depth: int, lo: int, hi: int) -> tuple[Status, int]:

@@ -40,6 +40,9 @@ class Recorder:
         self._n = start
         self._stored_blocks = stored // self._size
         self._checkpoint = checkpoint if storing.needs.state else None
+        self._prompt_end = len(chain.tokens) - 1
+        # Where a state was stored only so that a request that ends here loses nothing.
+        self._provisional: int | None = None
         self._window_rows = WindowRows(storing.needs, self._size, start)
 
     def next_cut(self, n: int, most: int | None = None) -> int:
@@ -74,10 +77,11 @@ class Recorder:
             self._chain.extend(tokens)
         self._check(n)
         step, self._n = n - self._n, n
-        state = self._storing.needs.state and n > 0 and self._keeps_state(n, step)
+        lasting = self._storing.needs.state and self._is_checkpoint(n)
+        state = lasting or (self._storing.needs.state and step > 1)
         if not state and n // self._size <= self._stored_blocks:
             return self._keep_rows(n)
-        return self._store(n, tail=False, state=state)
+        return self._store(n, tail=False, state=state, lasting=lasting)
 
     def finish(self, n: int | None = None) -> StoreReport:
         """Stores what is left, the short block behind the last whole one included. ``n``: tokens the caches stand at;
@@ -85,9 +89,9 @@ class Recorder:
         upto = len(self._chain.tokens) if n is None else n
         self._check(upto)
         self._n = upto
-        return self._store(upto, tail=True, state=True)
+        return self._store(upto, tail=True, state=True, lasting=True)
 
-    def _store(self, n: int, tail: bool, state: bool) -> StoreReport:
+    def _store(self, n: int, tail: bool, state: bool, lasting: bool) -> StoreReport:
         rows = self._window_rows
 
         def amend(states: Sequence[LayerState]) -> Sequence[LayerState]:
@@ -104,8 +108,12 @@ class Recorder:
             first_block=self._stored_blocks,
             tail=tail,
             state=state,
+            prune=lasting,
+            superseded=self._provisional,
             amend=amend,
         )
+        if report.state_at is not None:
+            self._provisional = None if lasting or not report.state_bytes else n
         self._stored_blocks = max(self._stored_blocks, report.stored_tokens // self._size)
         return report
 
@@ -119,8 +127,8 @@ class Recorder:
                 report.reason, report.detail = refusal.reason, str(refusal)
         return report
 
-    def _keeps_state(self, n: int, step: int) -> bool:
-        return step > 1 or n == self._checkpoint or n % self._storing.interval == 0
+    def _is_checkpoint(self, n: int) -> bool:
+        return n > 0 and (n in (self._checkpoint, self._prompt_end) or n % self._storing.interval == 0)
 
     def _check(self, n: int) -> None:
         if not _is_count(n) or n > len(self._chain.tokens):

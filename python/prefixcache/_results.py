@@ -91,7 +91,8 @@ class StoreReport:
     """What a store kept. False if nothing is stored for these tokens.
 
     ``stored_tokens``: leading tokens whose rows are stored now, by this call or before. ``new_blocks`` and ``bytes``
-    count what this call added. ``state_at``: tokens of the recurrent state that is stored now, None if there is none.
+    count what this call added. ``state_at``: tokens of the recurrent state that is stored now, None if there is none;
+    ``state_bytes`` of it were added.
     ``dropped_states``: states of this branch that it made useless. ``snapshots``: for each one given what became of it:
     ``"kept"``, or one of ``SNAPSHOT_REASONS``. ``reason``: one of ``STORE_REASONS``; ``detail`` names the layer and the
     values.
@@ -101,6 +102,7 @@ class StoreReport:
     new_blocks: int = 0
     bytes: int = 0
     state_at: int | None = None
+    state_bytes: int = 0
     dropped_states: int = 0
     snapshots: dict[int, str] = field(default_factory=dict)
     reason: str = "complete"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from prefixcache._checkpoints import drop_superseded
+from prefixcache._checkpoints import drop_at, drop_superseded
 from prefixcache._core import BlockStore, KeyChain
 from prefixcache._keys import KvFormat
 from prefixcache._layer_state import LayerState, walk
@@ -60,14 +60,17 @@ class Storing:
         first_block: int = 0,
         tail: bool = True,
         state: bool = True,
+        prune: bool = True,
+        superseded: int | None = None,
         amend: Amend = list,
         snapshots: Snapshots | None = None,
     ) -> StoreReport:
         """Stores tokens [first_block * block_size, upto) from ``caches``; arguments as in ``record``.
 
         ``covers``: the tokens that the caches stand at; by default what their layers count, and if none of them counts
-        ``uncounted``. ``amend`` may add rows to
-        the described layers. ``snapshots``: as in ``PrefixCache.store``.
+        ``uncounted``. Once a state is stored, the one at ``superseded`` tokens is dropped, and with ``prune`` those of
+        the branch that it makes useless. ``amend`` may add rows to the described layers. ``snapshots``: as in
+        ``PrefixCache.store``.
         """
         try:
             states = self.describe(caches, kv_format)
@@ -90,7 +93,10 @@ class Storing:
             report.reason = "state_elsewhere"
             report.detail = f"the state is that of {counted or stands_at} tokens, not of {upto}"
         if report.state_at is not None:
-            report.dropped_states = drop_superseded(self._store, chain, report.state_at, self.interval)
+            if superseded not in (None, report.state_at):
+                report.dropped_states += drop_at(self._store, chain, superseded)
+            if prune:
+                report.dropped_states += drop_superseded(self._store, chain, report.state_at, self.interval, kept)
         return self._count(report)
 
     def _keep_snapshots(
