@@ -16,6 +16,7 @@ from prefixcache._handlers.cache_list import CacheListHandler
 from prefixcache._handlers.chunked import ChunkedKVCacheHandler
 from prefixcache._handlers.deepseek_v41 import DeepseekV41Handler
 from prefixcache._handlers.kv import ConcatenateKVCacheHandler, KVCacheHandler
+from prefixcache._handlers.mlx_vlm import mlx_vlm_handlers
 from prefixcache._handlers.quantized import QuantizedKVCacheHandler
 from prefixcache._handlers.rotating import RotatingKVCacheHandler
 from prefixcache._layer_state import LayerState, Reach, walk
@@ -52,7 +53,7 @@ def handler_for(cache: object, where: str = "cache") -> Handler:
         raise TypeError(f"{where}: expected a cache object, got {_short(cache)}")
     handler = _by_class.get((kind.__module__, kind.__qualname__))
     if handler is None:
-        advice = "; extract each row first: extract(i)" if kind.__name__.startswith("Batch") else ""
+        advice = "; extract each row first: extract(i)" if "Batch" in kind.__name__ else ""
         raise Unsupported("unsupported_type", f"{where}: no handler for {kind.__module__}.{kind.__qualname__}{advice}")
     return handler
 
@@ -73,6 +74,8 @@ register(_MLX_LM, "ChunkedKVCache", ChunkedKVCacheHandler())
 register(_MLX_LM, "ArraysCache", ArraysCacheHandler())
 register(_MLX_LM, "CacheList", CacheListHandler(handler_for, handler_named))
 register("mlx_lm.models.deepseek_v41", "LayerCache", DeepseekV41Handler())
+for _entry in mlx_vlm_handlers(handler_named):
+    register(*_entry)
 
 
 def describe_layers(caches: Sequence[Any]) -> list[LayerState]:
