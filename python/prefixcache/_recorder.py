@@ -48,7 +48,8 @@ class Recorder:
     def next_cut(self, n: int, most: int | None = None) -> int:
         """Where a prefill chunk that starts at token ``n`` should end.
 
-        Without ``most`` the first good place: a block boundary or a wanted checkpoint. With it, the largest chunk:
+        Without ``most`` the first good place: a block boundary or where a state is to be kept. With it, the largest
+        chunk:
         the last block boundary within it, but never behind a place where a state is to be kept; n + most if there is no
         such place in it.
         """
@@ -61,8 +62,10 @@ class Recorder:
             cut = max(cut, (n + most) // self._size * self._size)
         if self._storing.needs.state:
             cut = min(cut, (n // self._storing.interval + 1) * self._storing.interval)
-        if self._checkpoint is not None and n < self._checkpoint:
-            cut = min(cut, self._checkpoint)
+            # One token must be run: an identical prompt is taken up before its last one.
+            for wanted in (self._checkpoint, self._prompt_end):
+                if wanted is not None and n < wanted:
+                    cut = min(cut, wanted)
         return cut if most is None else min(cut, n + most)
 
     def advance(self, n: int, tokens: Any = None) -> StoreReport:
@@ -109,7 +112,7 @@ class Recorder:
             tail=tail,
             state=state,
             prune=lasting,
-            superseded=self._provisional,
+            superseded=self._superseded_at(n),
             amend=amend,
         )
         if report.state_at is not None:
@@ -126,6 +129,11 @@ class Recorder:
             except Unsupported as refusal:
                 report.reason, report.detail = refusal.reason, str(refusal)
         return report
+
+    def _superseded_at(self, n: int) -> int | None:
+        """A state behind the prompt does not serve an identical prompt: the last one within it stays."""
+        last = self._provisional
+        return last if last is not None and (n <= self._prompt_end or last > self._prompt_end) else None
 
     def _is_checkpoint(self, n: int) -> bool:
         return n > 0 and (n in (self._checkpoint, self._prompt_end) or n % self._storing.interval == 0)

@@ -55,6 +55,21 @@ class TestWhereStatesAreKept:
                 serve(cache, PROMPT[:length])
                 assert cache.fetch(PROMPT[:length]).cached_tokens == length - 1
 
+    @pytest.mark.parametrize("ends", [[75], [16, 75], [16, 40, 75], [8, 16, 24, 32, 40, 48, 56, 64, 72, 75]])
+    def test_chunks_that_end_anywhere(self, tmp_path: Path, model: str, ends: list[int]) -> None:
+        """The last state within the prompt stays: one behind it does not serve an identical prompt."""
+        with open_for(model, tmp_path / "cache") as cache:
+            hit = cache.fetch(PROMPT)
+            recorder, n = cache.record(PROMPT, hit), 0
+            for end in ends:
+                feed(hit.caches, PROMPT[n:end], n)
+                recorder.advance(end)
+                n = end
+            kept = max([end for end in ends if end < 75], default=0)
+            assert cache.fetch(PROMPT).cached_tokens == kept
+            recorder.finish(75)
+            assert states_at(cache, PROMPT) == [75, *([kept] if kept else [])]
+
     def test_a_cancelled_prefill_keeps_what_it_computed(self, tmp_path: Path, model: str) -> None:
         with open_for(model, tmp_path / "cache") as cache:
             serve(cache, PROMPT, stop_at=37)
