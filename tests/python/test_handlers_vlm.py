@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from handler_cases_vlm import CASES, Case, arrays_of
+from parts import through_parts
 
 from prefixcache._layer_state import (
     BOUNDARY,
@@ -18,10 +19,9 @@ from prefixcache._layer_state import (
     encode_structure,
     flatten,
     unflatten,
-    walk,
 )
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import common_offset, describe_layers, handler_for, handler_named, rebuild_layers
+from prefixcache.type_registry import common_offset, describe_layers, handler_for, rebuild_layers, registered
 
 # Windows of 16 and 300, groups of 4 and 128, chunks of 32 and buffers that grow by 256: below, at and above.
 LENGTHS = [1, 15, 16, 17, 130, 256]
@@ -35,43 +35,8 @@ def case(request: pytest.FixtureRequest) -> Case:
     return result
 
 
-def _rows(slot: Slot, start: int, stop: int) -> mx.array:
-    axis = slot.seq_axis
-    assert axis is not None
-    assert start >= slot.first_row, "these rows are gone"
-    return mx.split(slot.data, [start - slot.first_row, stop - slot.first_row], axis=axis)[1]
-
-
-def _needed(slot: Slot, n: int) -> mx.array:
-    """What stands at n of one slot: all rows, those of the window, or the whole array."""
-    if slot.reach == BOUNDARY:
-        return slot.data
-    assert slot.seq_axis is not None
-    first = slot.reach.first_row(n)
-    if first == 0 or not slot.reach.keep:
-        return _rows(slot, first, n)
-    head = slot if slot.head is None else Slot(slot.name, slot.head, slot.seq_axis, slot.reach)
-    return mx.concatenate([_rows(head, 0, slot.reach.keep), _rows(slot, first, n)], axis=slot.seq_axis)
-
-
-def stored(states: list[LayerState], n: int, spare: int = 0) -> list[LayerState]:
-    """What a store does between the two ends: fresh arrays with zeroed room behind the rows, through the text."""
-    roomy = {path: handler_named(state.type_name).spare_rows for path, state in walk(states)}
-    arrays = {}
-    for name, slot in flatten(states):
-        array = _needed(slot, n)
-        if slot.seq_axis is not None and roomy[name.rpartition("/")[0]]:
-            room = list(array.shape)
-            window = slot.reach.window - array.shape[slot.seq_axis] if slot.reach.kind == "window" else spare
-            room[slot.seq_axis] = min(spare, window)
-            array = mx.concatenate([array, mx.zeros(room, array.dtype)], axis=slot.seq_axis)
-        arrays[name] = mx.contiguous(array)
-    mx.eval(arrays)
-    return unflatten(decode_structure(encode_structure(states)), arrays, n)
-
-
 def rebuild(case: Case, donor: Any, n: int, spare: int = 0) -> Any:
-    (cache,) = rebuild_layers([case.fresh()], stored(describe_layers([donor]), n, spare), n)
+    (cache,) = rebuild_layers([case.fresh()], through_parts(describe_layers([donor]), n, spare), n)
     return cache
 
 
@@ -132,6 +97,12 @@ def test_rows_before_the_end_of_the_donor(name: str, n: int) -> None:
     check_same_play(case, rebuild(case, case.donor(400), n, spare=20), reference, n)
 
 
+def test_every_class_is_covered() -> None:
+    known = {key: handler.type_name for key, handler in registered().items() if key[0].startswith("mlx_vlm")}
+    kinds = {case.type_name: type(case.make()) for case in CASES.values()}
+    assert {(kind.__module__, kind.__qualname__): name for name, kind in kinds.items()} == known
+
+
 def test_reaches_are_known_before_the_first_token(case: Case) -> None:
     found = {slot.reach for _, slot in flatten(describe_layers([case.donor(40)]))}
     assert found == reaches(case)
@@ -141,7 +112,7 @@ def test_donor_and_prototype_stay_as_they_are(case: Case) -> None:
     donor, prototype = case.donor(60), case.fresh()
     before, identities = copy.deepcopy(donor), [id(array) for array in arrays_of(donor)]
     fresh = copy.deepcopy(prototype)
-    (rebuilt,) = rebuild_layers([prototype], stored(describe_layers([donor]), 60, 9), 60)
+    (rebuilt,) = rebuild_layers([prototype], through_parts(describe_layers([donor]), 60, 9), 60)
     list(case.play(rebuilt, 60))
     assert [id(array) for array in arrays_of(donor)] == identities
     assert all(same(a, b) for a, b in zip(arrays_of(donor), arrays_of(before), strict=True))
@@ -158,7 +129,7 @@ def test_rebuilt_of_rebuilt(case: Case) -> None:
 
 def test_rebuilt_owns_the_arrays_it_was_given(case: Case) -> None:
     """A copy here would cost a second pass over the bytes and a second owner would copy again at the next append."""
-    states = stored(describe_layers([case.donor(10)]), 10)
+    states = through_parts(describe_layers([case.donor(10)]), 10)
     (rebuilt,) = rebuild_layers([case.fresh()], states, 10)
     owned = {id(array) for array in arrays_of(rebuilt)}
     given = {id(slot.data) for name, slot in flatten(states) if "index_" not in name or case.type_name != QSA}
@@ -181,7 +152,7 @@ def test_empty_cache(case: Case) -> None:
 
 
 def test_too_few_rows_or_other_tokens(case: Case) -> None:
-    states = stored(describe_layers([case.donor(10)]), 10)
+    states = through_parts(describe_layers([case.donor(10)]), 10)
     if not case.counts or case.type_name in ("mlx_vlm.Z1TCache", "mlx_vlm.DeepseekV41Cache"):
         # Their arrays have one shape at every length.
         assert {slot.seq_axis for _, slot in flatten(states)} == {None}
@@ -203,7 +174,7 @@ def test_other_fields_are_refused(case: Case, change: str) -> None:
 
 
 def test_stored_slots_of_another_shape(case: Case) -> None:
-    (state,) = stored(describe_layers([case.donor(130)]), 130)
+    (state,) = through_parts(describe_layers([case.donor(130)]), 130)
     if state.children or any(slot.reach == BOUNDARY for slot in state.slots):
         changed = LayerState(state.type_name, (*state.slots, Slot("other", mx.zeros((1,)), None, BOUNDARY)), state.meta)
     else:

@@ -18,7 +18,7 @@ from mlx_vlm.models.deepseek_v41.language import DeepseekV41Cache
 from mlx_vlm.models.minimax_m3_vl.language import MiniMaxM3BatchKVCache, MiniMaxM3KVCache
 from mlx_vlm.models.qwen4_exp.language import BatchQSAKVCache, QSAQuantizedKVCache
 from mlx_vlm.models.unlimited_ocr.language import RingSlidingKVCache
-from test_handlers_vlm import stored
+from parts import through_parts
 
 from prefixcache._layer_state import LayerState, flatten
 from prefixcache.errors import Unsupported
@@ -32,7 +32,7 @@ def refused(reason: str, match: str, act: Callable[[], Any]) -> None:
 
 
 def kept(name: str, n: int) -> list[LayerState]:
-    return stored(describe_layers([CASES[name].donor(n)]), n)
+    return through_parts(describe_layers([CASES[name].donor(n)]), n)
 
 
 def test_nothing_of_mlx_vlm_is_imported() -> None:
@@ -240,7 +240,7 @@ def test_draft_after_a_restore() -> None:
     """A rejected draft is taken back from a rebuilt window as from the donor."""
     case = CASES["buffered-16-0-7"]
     donor = case.donor(40)
-    (rebuilt,) = rebuild_layers([case.fresh()], stored(describe_layers([donor]), 40), 40)
+    (rebuilt,) = rebuild_layers([case.fresh()], through_parts(describe_layers([donor]), 40), 40)
     for cache in (donor, rebuilt):
         cache.update_and_fetch(rows(1, 8, 40, 46), rows(2, 8, 40, 46))
         assert cache.trim(5) == 5
@@ -255,7 +255,7 @@ def test_masks_hide_what_a_rebuilt_window_lacks() -> None:
     case = CASES["buffered-16-0-7"]
     donor = case.donor(40)
     assert donor._idx > 16
-    (rebuilt,) = rebuild_layers([case.fresh()], stored(describe_layers([donor]), 40), 40)
+    (rebuilt,) = rebuild_layers([case.fresh()], through_parts(describe_layers([donor]), 40), 40)
     visible = []
     for cache in (donor, rebuilt):
         mask = cache.make_mask(3, return_array=True)
