@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import threading
 import time
 from collections import Counter, deque
@@ -12,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from prefixcache._core import BlockStore, KeyChain, Status, StatusCode, TokenBuffer, sha256
+from prefixcache._doors import Doors
 from prefixcache._keys import KvFormat, Salt, key_chain
 from prefixcache._layer_state import LayerState, encode_structure, walk
 from prefixcache._parts import needs_of
@@ -44,6 +46,7 @@ _REMEMBERED_CHAINS = 8
 _MOST_SPARE = 1 << 30
 # What a block file may hold.
 _MOST_BLOCK_SIZE = 1 << 20
+_NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 class PrefixCache:
@@ -54,7 +57,13 @@ class PrefixCache:
     """
 
     def __init__(
-        self, store: BlockStore, namespace: str, prototypes: Sequence[Any], block_size: int, state_interval: int
+        self,
+        store: BlockStore,
+        namespace: str,
+        prototypes: Sequence[Any],
+        block_size: int,
+        state_interval: int,
+        doors: Doors[PrefixCache] | None = None,
     ) -> None:
         self._store = store
         self._namespace = namespace
@@ -71,13 +80,13 @@ class PrefixCache:
         self._key_space = f"{namespace}/{block_size}/{form}"
         interval = -(-state_interval // block_size) * block_size
         self._storing = Storing(store, self._own, self._needs, interval, self._count_store)
-        self._closed = False
         self._lock = threading.Lock()
         self._chains: deque[KeyChain] = deque(maxlen=_REMEMBERED_CHAINS)
         self._counts = Counter(dict.fromkeys(_COUNTERS, 0))
         self._hit_reasons: Counter[str] = Counter()
         self._store_reasons: Counter[str] = Counter()
         self._snapshot_reasons: Counter[str] = Counter()
+        self._doors = Doors(self._key_space, self) if doors is None else doors
 
     @classmethod
     def open(
@@ -136,6 +145,39 @@ class PrefixCache:
         )
         return cls(store, name, prototypes, block_size, state_interval)
 
+    def beside(
+        self, model: Any = None, *, namespace: str | None = None, caches: Sequence[Any] | None = None
+    ) -> PrefixCache:
+        """Another front door to the same store: for a draft model, or for other cache classes of this model.
+
+        ``model`` gives the namespace and the cache classes as in ``open``; its fingerprint is taken once. Without it
+        ``caches`` must be given, and ``namespace`` is this cache's own unless given. The two share RAM, disk, block
+        size and state interval, never a block: keys cover the namespace and the form of the caches. Where these are
+        equal the same object is returned. ``flush``, ``clear`` and ``close`` of one are for all; counters are each
+        one's own.
+
+        ValueError or TypeError without cache classes, and for prototypes that are not empty or are no caches.
+        """
+        if model is None and caches is None:
+            raise ValueError("beside needs a model or prototype caches")
+        plain = model is not None and namespace is None and caches is None
+        known = self._doors.of_model(model) if plain else None
+        if known is not None:
+            return known
+        name = namespace
+        if name is None:
+            name = self._namespace if model is None else _fingerprint(model)
+        if not _NAMESPACE.fullmatch(name):
+            raise ValueError(f"namespace is {name!r}, expected 1..128 characters of [A-Za-z0-9._-]")
+        prototypes = _make_caches(model) if caches is None else list(caches)
+        # The interval is in whole blocks already.
+        door = PrefixCache(self._store, name, prototypes, self._block_size, self._storing.interval, self._doors)
+        if door._own is not None:
+            door = self._doors.the_one(door._key_space, door)
+        if plain:
+            self._doors.remember(model, door)
+        return door
+
     @property
     def namespace(self) -> str:
         """What must be equal for KV to be shared."""
@@ -175,7 +217,7 @@ class PrefixCache:
         total = len(chain.tokens)
         most = total - 1 if limit is None else min(limit, total - 1)
         restored = Restored(0, None, "too_short" if total < 2 else "unsupported_type")
-        if self._closed:
+        if self._doors.closed:
             restored = Restored(0, None, "closed")
         elif total >= 2 and self._own is not None:
             room = spare if self._spare_rows else 0
@@ -272,7 +314,7 @@ class PrefixCache:
 
     def close(self) -> None:
         """Writes what waits and stops. Every later fetch is a miss. Safe to call twice."""
-        self._closed = True
+        self._doors.closed = True
         self._store.close()
 
     def __enter__(self) -> PrefixCache:

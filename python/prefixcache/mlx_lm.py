@@ -7,8 +7,7 @@ what it has computed. Importing this module does not import mlx_lm; the first ca
 
 from __future__ import annotations
 
-import logging
-import threading
+import inspect
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
@@ -17,17 +16,11 @@ from typing import Any, TypeAlias, cast
 import mlx.core as mx
 
 from prefixcache._keys import KvFormat, Salt
+from prefixcache._mlx_lm_recording import ExtraKeys, Recording, Rounds, Source
 from prefixcache._results import Hit
 from prefixcache.cache import PrefixCache
 
-ExtraKeys: TypeAlias = "Sequence[tuple[int, int, Salt]] | None"
 Progress: TypeAlias = Callable[[int, int], None]
-
-_log = logging.getLogger(__name__)
-# What recording may raise for reasons that the request did not cause: the request goes on without it.
-_RECORDING_TROUBLE = (ValueError, TypeError, OSError, RuntimeError, MemoryError)
-
-_NO_CUT = 1 << 40
 
 
 def stream_generate(
@@ -52,9 +45,15 @@ def stream_generate(
     prompt, reused or not. ``prompt_progress_callback(done, total)`` first reports the reused tokens as done.
     Other arguments are mlx-lm's own.
 
+    With ``max_kv_size`` or ``draft_model`` the caches live beside those of ``model``: see ``PrefixCache.beside``. A
+    draft model's prefix is found, prefilled and recorded like the model's own, each as far as it goes; ``on_hit``,
+    the progress and ``prompt_tokens`` speak of ``model``. Logits processors then see what mlx-lm shows them: the last
+    token of the prompt and the answer.
+
     ValueError, at the call, for an empty prompt, and for options that would change the cache in a way that cannot be
-    stored: ``draft_model``, ``max_kv_size``, ``input_embeddings``, ``prompt_cache``. Trouble while recording (a full
-    disk, a cache class that cannot be stored) never stops the request: it is logged once.
+    stored: ``input_embeddings``, ``prompt_cache``. Trouble while recording (a full disk, a cache class that cannot be
+    stored) never stops the request: it is logged once. Errors of the model, of mlx-lm and of callbacks pass through;
+    what is stored is not harmed, and a request that a callback or its reader ends keeps all that it has computed.
     Threads: run one generator on one thread; several generators may share ``prefix_cache``.
     """
     _refuse_options(kwargs)
@@ -63,9 +62,18 @@ def stream_generate(
     if prefill_step_size < 1:
         raise ValueError(f"prefill_step_size must be at least 1, not {prefill_step_size}")
     row = _encode(tokenizer, prompt)
-    source = _Source(prefix_cache, salt, extra_keys, _take_kv_format(kwargs))
-    request = _Request(model, tokenizer, row, source, prefill_step_size, prompt_progress_callback, on_hit)
-    return request.run(max_tokens, kwargs)
+    draft_model, max_kv_size = kwargs.pop("draft_model", None), kwargs.pop("max_kv_size", None)
+
+    def sources() -> list[Source]:
+        kv_format = _take_kv_format(kwargs)
+        caches = [prefix_cache if max_kv_size is None else _rotating(prefix_cache, model, max_kv_size)]
+        if draft_model is not None:
+            # As mlx-lm, which has no sizes for a pair of models.
+            caches = [prefix_cache, prefix_cache.beside(draft_model)]
+        return [Source(cache, salt, extra_keys, kv_format) for cache in caches]
+
+    request = _Request(model, draft_model, tokenizer, row, prefill_step_size, prompt_progress_callback, on_hit)
+    return request.run(sources, max_tokens, kwargs)
 
 
 def generate(
@@ -104,8 +112,6 @@ def generate(
 
 def _refuse_options(options: dict[str, Any]) -> None:
     reasons = {
-        "draft_model": "speculative decoding keeps a second cache, which cannot be stored yet",
-        "max_kv_size": "a rotating cache cannot be stored yet",
         "input_embeddings": "the keys of stored blocks are made of token ids",
         "prompt_cache": "the cache comes from prefix_cache",
     }
@@ -118,11 +124,22 @@ def _take_kv_format(options: dict[str, Any]) -> KvFormat | None:
     """(bits, group size, start) of mlx-lm's KV quantisation, with mlx-lm's defaults, or None without it."""
     if options.get("kv_bits") is None:
         return None
-    from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START
+    from mlx_lm.generate import generate_step
 
-    group_size = options.setdefault("kv_group_size", 64)
-    start = options.setdefault("quantized_kv_start", DEFAULT_QUANTIZED_KV_START)
+    # They differ between releases.
+    defaults = inspect.signature(generate_step).parameters
+    group_size = options.setdefault("kv_group_size", defaults["kv_group_size"].default)
+    start = options.setdefault("quantized_kv_start", defaults["quantized_kv_start"].default)
     return (options["kv_bits"], group_size, start)
+
+
+def _rotating(prefix_cache: PrefixCache, model: Any, max_kv_size: int) -> PrefixCache:
+    """Where caches of this size live. A model that makes its own caches has them whatever the size is."""
+    if hasattr(model, "make_cache"):
+        return prefix_cache
+    from mlx_lm.models.cache import make_prompt_cache
+
+    return prefix_cache.beside(caches=make_prompt_cache(model, max_kv_size))
 
 
 def _encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> mx.array:
@@ -137,131 +154,34 @@ def _encode(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> mx.array:
 
 
 @dataclass
-class _Source:
-    """Where a request's prefix comes from and goes to, in the form that its caches have at the time.
+class _Lane:
+    """A model with its caches: the one that answers, or the one that drafts."""
 
-    With KV quantisation mlx-lm holds plain rows below ``start`` tokens and converts them all once it has passed it.
-    Plain rows are those of a run without quantisation and share its keys; converted ones have keys of their own.
-    """
-
-    cache: PrefixCache
-    salt: Salt
-    extra_keys: ExtraKeys
+    model: Any
+    hit: Hit
+    recording: Recording
     kv_format: KvFormat | None
 
-    def is_plain(self, n: int) -> bool:
-        return self.kv_format is None or n < self.kv_format[2]
 
-    def fetch(self, tokens: list[int]) -> Hit:
-        start = 0 if self.kv_format is None else self.kv_format[2]
-        if self.kv_format is not None and len(tokens) > start:
-            hit = self._fetch(tokens, self.kv_format)
-            if hit.cached_tokens >= max(start, 1):
-                return hit
-        plain = tokens if self.kv_format is None else tokens[:start]
-        return self._fetch(plain, None)
+class _TwoLists(list[Any]):
+    """The caches of a model and its draft model for mlx-lm, which cuts them apart at the number of the model's layers
+    and puts converted ones into the halves. It gets the lists themselves: some models have fewer caches than layers,
+    and the converted ones are to be recorded."""
 
-    def _fetch(self, tokens: list[int], kv_format: KvFormat | None) -> Hit:
-        return self.cache.fetch(tokens, salt=self.salt, extra_keys=self.extra_keys, kv_format=kv_format)
+    def __init__(self, halves: Sequence[list[Any]]) -> None:
+        super().__init__(halves[0] + halves[1])
+        self._halves = halves
 
-    def record(self, tokens: list[int], start: Any, plain: bool) -> Any:
-        if self.kv_format is None:
-            return self.cache.record(tokens, start, salt=self.salt, extra_keys=self.extra_keys)
-        known, form = (tokens[: self.kv_format[2]], None) if plain else (tokens, self.kv_format)
-        return self.cache.record(known, start, salt=self.salt, extra_keys=self.extra_keys, kv_format=form)
-
-
-class _Recording:
-    """Records one request. After the first trouble it does nothing more, so that the request goes on."""
-
-    def __init__(self, source: _Source, tokens: list[int], hit: Hit) -> None:
-        self._source = source
-        self._tokens = list(tokens)
-        self._caches = hit.caches
-        self._recorder: Any = None
-        self._broken = False
-        self._thread = threading.get_ident()
-        self._n = hit.cached_tokens
-        self._told = len(tokens)
-        self._plain = source.is_plain(self._n)
-        self._open(hit)
-
-    def last_cut(self, n: int, limit: int) -> int:
-        """Where a prefill chunk that starts at ``n`` should end: the last block boundary up to ``limit``, if any."""
-        cut = self._next_cut(n)
-        while cut < limit and (further := self._next_cut(cut)) <= limit:
-            cut = further
-        return min(cut, limit)
-
-    def prefilled(self, n: int) -> None:
-        """The caches stand at ``n`` and are evaluated."""
-        self._advance(n)
-
-    def decoded(self, token: int) -> None:
-        """``token`` was sampled. By then mlx-lm has given it to the model already: the caches count it."""
-        self._tokens.append(token)
-        n = self._standing()
-        if n >= self._cut:
-            self._advance(n)
-
-    def close(self) -> None:
-        """Stores what is not stored yet. A generator that another thread collects stops at what it has recorded."""
-        if threading.get_ident() != self._thread or self._broken:
-            return
-        n = self._standing()
-        if n > self._n:
-            self._advance(n)
-        self._try(lambda recorder: recorder.finish(n))
-
-    def _standing(self) -> int:
-        """How many tokens the caches have taken in, by their own count where they keep one."""
-        offsets = (getattr(cache, "offset", None) for cache in self._caches)
-        known = len(self._tokens)
-        return min(next((offset for offset in offsets if isinstance(offset, int)), known), known)
-
-    def _advance(self, n: int) -> None:
-        if self._plain and not self._source.is_plain(n):
-            # mlx-lm has just converted every row: from here on the converted form is what can be recorded.
-            self._plain = False
-            self._open(self._caches)
-        new, self._told = self._tokens[self._told :], len(self._tokens)
-        self._try(lambda recorder: recorder.advance(n, tokens=new) if new else recorder.advance(n))
-        self._n = n
-        self._cut = self._next_cut(n)
-
-    def _open(self, start: Any) -> None:
-        self._told = len(self._tokens)
-        try:
-            self._recorder = self._source.record(self._tokens, start, self._plain)
-        except _RECORDING_TROUBLE as error:
-            self._stop(error)
-        self._cut = self._next_cut(self._n)
-
-    def _next_cut(self, n: int) -> int:
-        cut = self._try(lambda recorder: recorder.next_cut(n))
-        return n + _NO_CUT if cut is None else cut
-
-    def _try(self, action: Callable[[Any], Any]) -> Any:
-        if self._broken:
-            return None
-        try:
-            return action(self._recorder)
-        except _RECORDING_TROUBLE as error:
-            self._stop(error)
-            return None
-
-    def _stop(self, error: Exception) -> None:
-        self._broken = True
-        self._recorder = None
-        _log.warning("the rest of this request is not recorded: %s", error)
+    def __getitem__(self, index: Any) -> Any:
+        return self._halves[0 if index.start is None else 1] if isinstance(index, slice) else super().__getitem__(index)
 
 
 @dataclass
 class _Request:
     model: Any
+    draft_model: Any
     tokenizer: Any
     prompt: mx.array
-    source: _Source
     step: int
     progress: Progress | None
     on_hit: Callable[[Hit], None] | None
@@ -269,65 +189,126 @@ class _Request:
     def __post_init__(self) -> None:
         self.tokens = cast("list[int]", self.prompt.tolist())
 
-    def run(self, max_tokens: int, options: dict[str, Any]) -> Generator[Any, None, None]:
+    def run(
+        self, sources: Callable[[], list[Source]], max_tokens: int, options: dict[str, Any]
+    ) -> Generator[Any, None, None]:
         from mlx_lm.generate import generation_stream, wired_limit
 
         started = time.perf_counter()
-        stream = options.setdefault("stream", generation_stream)
-        hit = self.source.fetch(self.tokens)
+        stream = options.get("stream", generation_stream)
+        lanes = self._lanes(sources())
         if self.on_hit is not None:
-            self.on_hit(hit)
-        recording = _Recording(self.source, self.tokens, hit)
-        with wired_limit(self.model, [stream]), mx.stream(stream):
-            self._prefill(hit, recording)
-        answers = self._decode(hit.caches, max_tokens, options)
+            self.on_hit(lanes[0].hit)
+        answers, rounds = None, None
         try:
+            with wired_limit(self.model, [stream]), mx.stream(stream):
+                self._prefill_all(lanes)
+            if self.draft_model is not None:
+                rounds = self._rounds(lanes, max_tokens, options)
+            answers = self._decode(lanes, max_tokens, options)
             rate = 0.0
-            for response in answers:
-                rate = rate or len(self.tokens) / (time.perf_counter() - started)
-                recording.decoded(response.token)
+            for response in _watched(answers, [lane.recording for lane in lanes]):
+                _record(lanes, rounds, response)
+                if not rate:
+                    rate = len(self.tokens) / (time.perf_counter() - started)
+                    self._report(len(self.tokens))
                 yield replace(response, prompt_tokens=len(self.tokens), prompt_tps=rate)
         finally:
-            answers.close()
-            recording.close()
+            if answers is not None:
+                answers.close()
+            _close(lanes, rounds)
 
-    def _prefill(self, hit: Hit, recording: _Recording) -> None:
+    def _lanes(self, sources: list[Source]) -> list[_Lane]:
+        lanes = []
+        for model, source in zip((self.model, self.draft_model), sources, strict=False):
+            hit = source.fetch(self.tokens)
+            lanes.append(_Lane(model, hit, Recording(source, self.tokens, hit), source.kv_format))
+        return lanes
+
+    def _prefill_all(self, lanes: list[_Lane]) -> None:
         """Runs all but the last token of the prompt, which mlx-lm's own loop takes."""
+        done = lanes[0].hit.cached_tokens
+        self._report(done)
+        for lane in lanes[1:]:
+            self._prefill(lane, lambda _: self._report(done))
+        self._prefill(lanes[0], self._report)
+
+    def _prefill(self, lane: _Lane, report: Callable[[int], None]) -> None:
         from mlx_lm.generate import maybe_quantize_kv_cache
 
         convert: Callable[..., None] = maybe_quantize_kv_cache
-        end, n = len(self.tokens) - 1, hit.cached_tokens
-        self._report(n)
+        caches, recording = lane.hit.caches, lane.recording
+        end, n = len(self.tokens) - 1, lane.hit.cached_tokens
         while n < end:
-            cut = recording.last_cut(n, min(n + self.step, end))
-            self.model(self.prompt[n:cut][None], cache=hit.caches)
-            if self.source.kv_format is not None:
-                bits, group_size, start = self.source.kv_format
-                convert(hit.caches, start, group_size, bits)
-            mx.eval([cache.state for cache in hit.caches])
+            cut = recording.cut(n, min(self.step, end - n))
+            recording.leave()
+            lane.model(self.prompt[n:cut][None], cache=caches)
+            if lane.kv_format is not None:
+                bits, group_size, start = lane.kv_format
+                convert(caches, start, group_size, bits)
+            mx.eval([cache.state for cache in caches])
             n = cut
             recording.prefilled(n)
-            self._report(n)
+            report(n)
             mx.clear_cache()
 
-    def _decode(self, caches: list[Any], max_tokens: int, options: dict[str, Any]) -> Generator[Any, None, None]:
+    def _rounds(self, lanes: list[_Lane], max_tokens: int, options: dict[str, Any]) -> Rounds:
+        from mlx_lm.generate import speculative_generate_step
+
+        default = inspect.signature(speculative_generate_step).parameters["num_draft_tokens"].default
+        proposals = options.setdefault("num_draft_tokens", default)
+        draft = lanes[1]
+        if proposals < 1 or not all(cache.is_trimmable() for cache in draft.hit.caches):
+            # mlx-lm goes on with them, but its rejected tokens would stay in them.
+            draft.recording.close()
+        return Rounds(len(self.tokens), max_tokens, proposals)
+
+    def _decode(self, lanes: list[_Lane], max_tokens: int, options: dict[str, Any]) -> Generator[Any, None, None]:
         from mlx_lm.generate import stream_generate as decode
 
-        if processors := options.get("logits_processors"):
+        options |= {"max_tokens": max_tokens, "prompt_cache": lanes[0].hit.caches}
+        if self.draft_model is not None:
+            both = _TwoLists([lane.hit.caches for lane in lanes])
+            options |= {"draft_model": self.draft_model, "prompt_cache": both}
+        elif processors := options.get("logits_processors"):
             options["logits_processors"] = [_seeing_all_of(self.prompt, processor) for processor in processors]
-
-        def progress(done: int, _: int) -> None:
-            if done:
-                self._report(len(self.tokens))
-
-        last = self.prompt[-1:]
-        options |= {"max_tokens": max_tokens, "prompt_cache": caches, "prompt_progress_callback": progress}
-        answers: Generator[Any, None, None] = decode(self.model, self.tokenizer, last, **options)
+        answers: Generator[Any, None, None] = decode(self.model, self.tokenizer, self.prompt[-1:], **options)
         return answers
 
     def _report(self, done: int) -> None:
         if self.progress is not None:
             self.progress(done, len(self.tokens))
+
+
+def _watched(answers: Generator[Any, None, None], recordings: list[Recording]) -> Generator[Any, None, None]:
+    """``answers``; while the next one is made, mlx-lm works on the caches."""
+    for recording in recordings:
+        recording.leave()
+    for answer in answers:
+        yield answer
+        for recording in recordings:
+            recording.leave()
+    for recording in recordings:
+        recording.back()
+
+
+def _record(lanes: list[_Lane], rounds: Rounds | None, response: Any) -> None:
+    if rounds is None:
+        # mlx-lm has given the token to the model before it yields it.
+        lanes[0].recording.decoded(response.token)
+        return
+    begins = rounds.yielded(response.from_draft)
+    for lane, standing, kept in zip(lanes, rounds.standing(), rounds.kept(), strict=True):
+        if begins:
+            lane.recording.check(standing)
+        lane.recording.decoded(response.token, kept)
+
+
+def _close(lanes: list[_Lane], rounds: Rounds | None) -> None:
+    """Stores the rest. By now mlx-lm has cut back what a draft model was wrong about."""
+    standing = (None,) * len(lanes) if rounds is None else rounds.kept()
+    for lane, kept in zip(lanes, standing, strict=True):
+        lane.recording.close(kept)
 
 
 def _seeing_all_of(prompt: mx.array, processor: Callable[[mx.array, mx.array], mx.array]) -> Any:

@@ -18,7 +18,7 @@ MOST_LINES = 500
 
 # Bottom first: a module may import those above it in this list, and no other of the package.
 PYTHON_LAYERS = [
-    {"_build_info", "errors", "_sizes", "_core"},
+    {"_build_info", "errors", "_sizes", "_core", "_doors"},
     {"_check_mlx", "_layer_state", "_keys", "_fingerprint", "_results"},
     {"_handlers", "_handlers.base"},
     {"_handlers.kv", "_handlers.rotating", "_handlers.chunked", "_handlers.arrays", "_handlers.cache_list"},
@@ -33,7 +33,7 @@ PYTHON_LAYERS = [
     {"_restore", "_storing"},
     {"_recorder"},
     {"cache"},
-    {""},
+    {"", "_mlx_lm_recording"},
     {"mlx_lm", "__main__"},
 ]
 # What the sources of a folder may include besides themselves and the public headers.

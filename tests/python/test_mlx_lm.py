@@ -17,39 +17,11 @@ from mlx_lm import generate as plain_generate
 from mlx_lm import stream_generate as plain_stream_generate
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import KVCache
-from runs import KvFormat, prefill, same_bits
+from runs import prefill
+from streams import SIZE, Setup, assert_same_answers, text, tokens_of
 
 from prefixcache import Hit, PrefixCache, Recorder
-from prefixcache.mlx_lm import generate, stream_generate
-
-SIZE = 16
-
-
-def text(length: int, seed: int = 0) -> list[int]:
-    return [(7919 * (i + 1) * (i + 3 + seed) + 31 * seed) % 499 for i in range(length)]
-
-
-class Setup:
-    """A tiny model with an open cache, and runs with it (their hits are kept) and without."""
-
-    def __init__(self, model: Any, tokenizer: Any, cache: PrefixCache) -> None:
-        self.model, self.tokenizer, self.cache = model, tokenizer, cache
-        self.hits: list[Hit] = []
-
-    def stream(self, prompt: Any, **options: Any) -> Iterator[GenerationResponse]:
-        options = {"max_tokens": 6, "prefix_cache": self.cache, "on_hit": self.hits.append} | options
-        return stream_generate(self.model, self.tokenizer, prompt, **options)
-
-    def run(self, prompt: Any, **options: Any) -> list[GenerationResponse]:
-        return list(self.stream(prompt, **options))
-
-    def uncached(self, prompt: list[int], ends: list[int], kv: KvFormat | None = None, **options: Any) -> Any:
-        """mlx-lm's own run after a prefill in chunks that end at `ends`."""
-        caches = prefill(self.model, prompt, ends, kv_format=kv)
-        if kv is not None:
-            options |= dict(zip(("kv_bits", "kv_group_size", "quantized_kv_start"), kv, strict=True))
-        options = {"max_tokens": 6, "prompt_cache": caches} | options
-        return list(plain_stream_generate(self.model, self.tokenizer, prompt[ends[-1] :], **options))
+from prefixcache.mlx_lm import generate
 
 
 @pytest.fixture
@@ -57,19 +29,6 @@ def tiny(tiny_llama: Callable[..., Any], tiny_tokenizer: Any, tmp_path: Path) ->
     model = tiny_llama("float32")
     with PrefixCache.open(tmp_path, model, block_size=SIZE) as cache:
         yield Setup(model, tiny_tokenizer, cache)
-
-
-def assert_same_answers(ours: list[GenerationResponse], theirs: list[GenerationResponse]) -> None:
-    assert [response.token for response in ours] == [response.token for response in theirs]
-    assert [response.text for response in ours] == [response.text for response in theirs]
-    assert [response.finish_reason for response in ours] == [response.finish_reason for response in theirs]
-    assert [response.generation_tokens for response in ours] == [response.generation_tokens for response in theirs]
-    for a, b in zip(ours, theirs, strict=True):
-        assert same_bits(a.logprobs, b.logprobs)
-
-
-def tokens_of(responses: list[GenerationResponse]) -> list[int]:
-    return [response.token for response in responses]
 
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 32, 50])
@@ -213,8 +172,6 @@ def test_generate_is_the_text_of_the_stream(tiny: Setup, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft_model": object()}, "draft_model cannot be used"),
-        ({"max_kv_size": 64}, "max_kv_size cannot be used"),
         ({"input_embeddings": mx.zeros((4, 8))}, "input_embeddings cannot be used"),
         ({"prompt_cache": []}, "prompt_cache cannot be used"),
         ({"max_tokens": 0}, "max_tokens must not be 0"),
