@@ -41,6 +41,13 @@ class ChainLru {
 };
 
 struct PartRecord {
+  // What stays is the file; its rows are to be read from its header where it is older than the image was.
+  void forget_image() {
+    image.reset();
+    if (file_is_older) row_lo = row_hi = -1;
+    file_is_older = false;
+  }
+
   Entry* entry = nullptr;
   Part part = Part::kv;
   // Positions of the rows; unknown (-1) until the header of a file found on disk is read.
@@ -50,6 +57,7 @@ struct PartRecord {
   std::shared_ptr<PartFile> file;  // open, once it was read
   bool waiting = false;            // queued for the writer: the image must stay
   bool on_disk = false;
+  bool file_is_older = false;  // it holds fewer rows than the image
   std::uint64_t file_bytes = 0;
   bool in_ram_order = false;
   bool in_disk_order = false;

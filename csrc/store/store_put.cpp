@@ -290,7 +290,8 @@ bool StoreImpl::evict_one_from_ram(const Image& newcomer) {
     victim = *found;
   }
   ++stats_.evicted_ram_parts;
-  image = std::move(victim->image);
+  image = victim->image;
+  victim->forget_image();
   index_.remove_from_ram(*victim);
   if (!victim->on_disk) index_.remove(*victim);
   lock.unlock();
@@ -315,6 +316,7 @@ bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& 
   record.row_hi = request.row_hi;
   record.image = image;
   record.file.reset();
+  record.file_is_older = record.on_disk;
   record.waiting = to_disk;
   if (BufferPool::rounded(image->data_bytes) <= pool_->limit()) index_.add_to_ram(record);
   ++stats_.put_parts;
@@ -416,10 +418,11 @@ std::vector<StoreImpl::FileToRemove> StoreImpl::finish_write(const std::shared_p
         // A narrower part that it took the place of.
         if (record->on_disk) directory_->count_less(record->file_bytes);
         record->on_disk = true;
+        record->file_is_older = false;
         record->file_bytes = file_bytes;
         index_.add_to_disk(*record);
       }
-      if (!record->in_ram_order) record->image.reset();
+      if (!record->in_ram_order) record->forget_image();
       if (!record->image && !record->on_disk) index_.remove(*record);
     }
   }

@@ -31,7 +31,8 @@ class WindowRows:
         self._small = {reach for reach in needs.windows if _lasting(reach) < block_size}
         self._every = min((_lasting(reach) for reach in self._small), default=0)
         self._block_size = block_size
-        self._seen = n
+        # Inside a block the rows before n are kept at once: they are in no block of this sequence yet.
+        self._seen = n - self._every if n % block_size else n
         self._runs: dict[tuple[int | str, ...], _Run] = {}
 
     def due(self, n: int) -> bool:

@@ -49,9 +49,11 @@ class TestAnyToken:
                 turn = [*PROMPT, *range(200, 230)][:n] + [99] * 30
                 hit = serve(cache, turn, [98] * 20)
                 assert hit.cached_tokens == n
-                again = cache.fetch([*turn, *[98] * 20, 5])
-                assert again.cached_tokens == len(turn) + 20
-                check(again.caches, [*turn, *[98] * 20])
+                whole = [*turn, *[98] * 20]
+                for again in range(1, len(whole) + 1):
+                    found = cache.fetch([*whole[:again], 5])
+                    assert found.cached_tokens == again
+                    check(found.caches, whole[:again])
 
     def test_going_on_after_a_restore_gives_the_rows_of_a_plain_run(self, tmp_path: Path, model: str) -> None:
         with open_for(model, tmp_path / "cache") as cache:

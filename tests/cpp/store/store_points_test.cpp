@@ -2,6 +2,7 @@
 #include "prefixcache/block_store.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <filesystem>
 #include <random>
 #include <set>
@@ -273,6 +274,20 @@ TEST_F(StorePoints, AFullerPartTakesThePlaceOfANarrowerOne) {
     const auto loaded = store->load(group_key(block.key, kGroup), Part::win);
     testing::expect_rows(loaded, {block}, 2, 8);
   }
+}
+
+TEST_F(StorePoints, AFullerPartThatIsNotWrittenLeavesTheNarrowerOne) {
+  const Block block = chain(1, 8)[0];
+  const auto store = open();
+  ASSERT_TRUE(put_rows(*store, block, 5, 8).is_ok());
+  ASSERT_TRUE(store->flush().is_ok());
+  env_.write_error = ENOSPC;
+  ASSERT_TRUE(put_rows(*store, block, 2, 8).is_ok());
+  EXPECT_FALSE(store->flush().is_ok());
+  const Sequence sequence({block});
+  EXPECT_EQ(store->deepest_window(sequence.view(), {6, 0, kGroup}, 8).n, 0);
+  EXPECT_EQ(store->deepest_window(sequence.view(), {3, 0, kGroup}, 8).n, 8);
+  testing::expect_rows(store->load(group_key(block.key, kGroup), Part::win), {block}, 5, 8);
 }
 
 TEST_F(StorePoints, AWindowsTailGoesWithTheBlockThatHasItsRows) {
