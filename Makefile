@@ -1,30 +1,54 @@
-# make demo and make test do all their set-up themselves. Environments: .venv; build trees: build/.
+# make demo and make test do all their set-up themselves. Environments: .venv*; build trees: build/.
 SHELL := /bin/bash
 PYTHON ?= python3
+# The current line of MLX; the targets of the other line (below) set these anew.
 VENV := .venv
 BUILD := build/mlx032
-BIN := $(VENV)/bin
+RELEASE := 0.32
+PIP_GROUPS := build test lint
+OTHER_VENV := .venv-mlx031
+OTHER_BUILD := build/mlx031
+BIN = $(VENV)/bin
 # MLX's Linux wheel brings a reference BLAS; a fast one in front of it makes the real model 30 times faster.
 RUN = $(addprefix LD_PRELOAD=,$(firstword $(shell ls /usr/lib/*/openblas-pthread/libopenblas.so.0 2>/dev/null))) PATH="$(CURDIR)/$(BIN):$$PATH"
-SOURCES := $(shell find csrc cmake python metal -type f -not -name '*.pyc' -not -name '*.so' -not -path '*/lib/*' 2>/dev/null) CMakeLists.txt pyproject.toml
+SOURCES := $(shell find csrc cmake python metal -type f -not -name '*.pyc' -not -name '*.so' -not -path '*/lib/*' 2>/dev/null) \
+  CMakeLists.txt pyproject.toml mlx-lines.json scripts/mlx_lines.py
+# The short form of the other line: every handler, the front door, exact continuation, windows, states and a real model.
+SHORT := $(addprefix tests/python/test_,handler_contract.py layer_state.py cache.py exactness.py windows.py \
+  checkpoints.py import.py mlx_lm.py::test_a_real_conversation)
 
-.PHONY: help demo test test-long bench dev lint format stub sanitize fuzz clean
+.PHONY: help demo test test-current test-other test-long test-other-long bench dev lint format stub sanitize fuzz clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 demo: $(BUILD)/.installed  ## restore a real model's prefix, in this process and in a new one, and show what it saved
 	@scripts/system-packages test
 	@$(RUN) $(BIN)/python examples/demo.py
 
-test: $(BUILD)/.tests lint  ## every kind of test, the long ones in a short form
+test: test-current test-other  ## every kind of test, the long ones and the other line of MLX in a short form
+
+test-current: $(BUILD)/.tests $(OTHER_BUILD)/.installed lint  ## what make test runs with the current line of MLX
 	$(RUN) ctest --test-dir $(BUILD) --output-on-failure -j 2
 	$(RUN) $(BIN)/python -m pytest -m "not long"
 
-test-long: test sanitize  ## the same at full size, with sanitizers and fuzzing
+test-other: $(OTHER_BUILD)/.installed  ## what make test runs with the other line of MLX, a short form
+	$(RUN) $(BIN)/python -m pytest -m "not long" $(SHORT)
+
+test-long: test sanitize test-other-long  ## the same at full size for both lines, with sanitizers and fuzzing
 	$(RUN) $(BIN)/python -m pytest -m long
 	$(MAKE) fuzz SECONDS_EACH=60
+
+test-other-long: $(OTHER_BUILD)/.tests
+	$(RUN) ctest --test-dir $(BUILD) --output-on-failure -j 2
+	$(RUN) $(BIN)/python -m pytest
+
+OTHER := test-other test-other-long $(OTHER_VENV)/.ready $(OTHER_BUILD)/.installed $(OTHER_BUILD)/.tests
+$(OTHER): VENV := $(OTHER_VENV)
+$(OTHER): BUILD := $(OTHER_BUILD)
+$(OTHER): RELEASE := 0.31
+$(OTHER): PIP_GROUPS := build test
 
 bench: $(BUILD)/.installed  ## what README and docs claim, measured here
 	@scripts/system-packages test
@@ -34,17 +58,18 @@ dev: $(VENV)/.ready  ## an editable build: Python from the source tree, the exte
 	$(RUN) $(BIN)/pip install -q --no-build-isolation --no-deps -e . -Cbuild-dir=build/dev \
 	  -Ccmake.define.PREFIXCACHE_INPLACE=ON -Ccmake.define.PREFIXCACHE_BUILD_TESTS=ON
 
+PYTHON_FOLDERS := python tests examples benchmarks scripts
 CXX_FILES := $(shell find csrc tests/cpp tests/fuzz examples -name '*.h' -o -name '*.cpp')
 
 lint: $(VENV)/.ready  ## ruff and clang-format over everything
 	@$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
-	@$(BIN)/ruff check python tests examples benchmarks
-	@$(BIN)/ruff format --check python tests examples benchmarks
+	@$(BIN)/ruff check $(PYTHON_FOLDERS)
+	@$(BIN)/ruff format --check $(PYTHON_FOLDERS)
 
 format: $(VENV)/.ready  ## put everything into shape
 	@$(BIN)/clang-format -i $(CXX_FILES)
-	@$(BIN)/ruff check --fix python tests examples benchmarks
-	@$(BIN)/ruff format python tests examples benchmarks
+	@$(BIN)/ruff check --fix $(PYTHON_FOLDERS)
+	@$(BIN)/ruff format $(PYTHON_FOLDERS)
 
 stub: $(BUILD)/.installed  ## write the extension's stub anew
 	$(RUN) $(BIN)/python -m nanobind.stubgen -m prefixcache._core -o python/prefixcache/_core.pyi
@@ -58,25 +83,32 @@ fuzz: $(VENV)/.ready  ## feed damaged headers to the parser (needs clang); SECON
 clean:  ## remove what was built; environments and the model stay
 	rm -rf build
 
-$(VENV)/.ready: pyproject.toml scripts/system-packages
+$(VENV)/.ready $(OTHER_VENV)/.ready: pyproject.toml mlx-lines.json scripts/system-packages
 	@command -v $(PYTHON) >/dev/null || { echo "missing: Python 3.10 or newer as $(PYTHON) (make PYTHON=...)" >&2; exit 1; }
 	@PYTHON=$(PYTHON) scripts/system-packages build test
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "missing: Python 3.10 or newer (PYTHON=...)")'
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV)"
 	@$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'
-	@$(BIN)/python -m pip install -q --group pair --group build --group test --group lint
+	@line=$$($(BIN)/python scripts/mlx_lines.py $(RELEASE)) && \
+	  $(BIN)/python -m pip install -q $$line $(addprefix --group ,$(PIP_GROUPS))
 	@$(BIN)/python -m pip install -q --no-deps --group test-no-deps
 	@touch $@
 
+# The release of MLX is that of the environment.
 $(BUILD)/.installed: $(VENV)/.ready $(SOURCES)
-	@echo "building"
+$(OTHER_BUILD)/.installed: $(OTHER_VENV)/.ready $(SOURCES)
+$(BUILD)/.installed $(OTHER_BUILD)/.installed:
+	@echo "building for MLX $(RELEASE)"
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install -q --no-build-isolation --no-deps . -Cbuild-dir=$(BUILD)
 	@touch $@
 
 # In the package's own build tree, so that the library is compiled once.
-$(BUILD)/.tests: $(BUILD)/.installed $(wildcard tests/cpp/*/*.cpp tests/cpp/*/*.h tests/cpp/CMakeLists.txt tests/fuzz/*)
-	@echo "building the C++ tests"
+CXX_TESTS := $(wildcard tests/cpp/*/*.cpp tests/cpp/*/*.h tests/cpp/CMakeLists.txt tests/fuzz/*)
+$(BUILD)/.tests: $(BUILD)/.installed $(CXX_TESTS)
+$(OTHER_BUILD)/.tests: $(OTHER_BUILD)/.installed $(CXX_TESTS)
+$(BUILD)/.tests $(OTHER_BUILD)/.tests:
+	@echo "building the C++ tests for MLX $(RELEASE)"
 	@$(RUN) cmake -S . -B $(BUILD) -DPREFIXCACHE_BUILD_TESTS=ON >$(BUILD)/tests.log 2>&1 || { cat $(BUILD)/tests.log; exit 1; }
 	@$(RUN) cmake --build $(BUILD) >$(BUILD)/tests.log 2>&1 || { cat $(BUILD)/tests.log; exit 1; }
 	@touch $@

@@ -40,6 +40,11 @@ target_include_directories(prefixcache PUBLIC
 target_compile_features(prefixcache PUBLIC cxx_std_20)
 target_link_libraries(prefixcache PUBLIC mlx PRIVATE Threads::Threads)
 if(NOT APPLE)
+  # The LAPACK in MLX 0.31's wheel finds its libraries through libmlx when a program starts; the linker does not.
+  target_link_options(prefixcache_objects INTERFACE LINKER:--allow-shlib-undefined)
+  target_link_options(prefixcache INTERFACE LINKER:--allow-shlib-undefined)
+endif()
+if(NOT APPLE)
   target_link_libraries(prefixcache PRIVATE OpenSSL::Crypto)
 endif()
 if(PREFIXCACHE_SANITIZE)

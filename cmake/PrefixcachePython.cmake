@@ -7,6 +7,19 @@ if(_failed)
 endif()
 find_package(nanobind CONFIG REQUIRED)
 
+# Another nanobind than MLX's would build, and then refuse every array.
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/mlx-lines.json")
+file(READ "${PROJECT_SOURCE_DIR}/mlx-lines.json" _table)
+string(JSON _nanobind ERROR_VARIABLE _unknown GET "${_table}" "${PREFIXCACHE_MLX_VERSION}" nanobind)
+if(_unknown)
+  message(FATAL_ERROR
+    "MLX ${PREFIXCACHE_MLX_VERSION} is not in mlx-lines.json: add it with the nanobind that it was built with")
+elseif(NOT nanobind_VERSION VERSION_EQUAL _nanobind)
+  message(FATAL_ERROR
+    "MLX ${PREFIXCACHE_MLX_VERSION} was built with nanobind ${_nanobind}, but ${nanobind_VERSION} is installed: "
+    "pip install nanobind==${_nanobind}")
+endif()
+
 file(GLOB PREFIXCACHE_BINDINGS CONFIGURE_DEPENDS csrc/bindings/*.cpp)
 # The domain is MLX's, so that both modules see one type for arrays.
 nanobind_add_module(_core NB_STATIC LTO NB_DOMAIN mlx ${PREFIXCACHE_BINDINGS})

@@ -32,7 +32,8 @@ Slots make_slots(const nb::list& items) {
     const auto tuple = nb::cast<nb::tuple>(item);
     if (tuple.size() != 4) throw nb::value_error("a slot is (name, array, seq_axis or None, first_row)");
     SlotInput slot{nb::cast<std::string>(tuple[0]), nb::cast<mlx::core::array>(tuple[1]),
-                   tuple[2].is_none() ? kNoSeqAxis : nb::cast<int>(tuple[2]), nb::cast<std::int64_t>(tuple[3])};
+                   tuple[2].is_none() ? kNoSeqAxis : nb::cast<int>(tuple[2], false),
+                   nb::cast<std::int64_t>(tuple[3], false)};
     if (!tuple[2].is_none() && slot.seq_axis < 0) {
       throw nb::value_error(("slot '" + slot.name + "' has seq_axis " + std::to_string(slot.seq_axis) + " and rank " +
                              std::to_string(slot.array.ndim()))

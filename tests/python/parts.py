@@ -51,7 +51,8 @@ def _rows(slot: Slot, axis: int, offset: int, n: int, room: int, name: str) -> m
             pieces[-1][1].append(index)
         else:
             pieces.append((source, [index]))
-    joined = [mx.take(source, mx.array(indices), axis=axis) for source, indices in pieces]
+    # Contiguous: MLX 0.31 takes a single row of a transposed array wrongly.
+    joined = [mx.take(mx.contiguous(source), mx.array(indices), axis=axis) for source, indices in pieces]
     held = sum(len(indices) for _, indices in pieces)
     if slot.reach.kind == "window":
         room = min(room, slot.reach.window - held)

@@ -90,7 +90,7 @@ class TestRoundTrip:
         assert found.keys() == wholes.keys()
         for name, (array, axis) in wholes.items():
             rows, spare = mx.split(found[name], [hi - lo], axis=axis)
-            assert same(rows, mx.take(array, mx.arange(lo, hi), axis=axis))
+            assert same(rows, mx.split(array, [lo, hi], axis=axis)[1])
             assert spare.shape[axis] == capacity - (hi - lo)
             assert not mx.any(spare != 0) if spare.size else True
         assert gathered.take_slots() == {}
@@ -131,8 +131,8 @@ class TestRoundTrip:
         array = numbered((1, 8, 4))
         put(store, [("k", array, 1, 0)], 0, 8)
         found = store.load(key(1)).take_slots()["k"]
-        found[...] = -1
-        array[...] = -2
+        found[:] = -1
+        array[:] = -2
         mx.eval(found, array)
         assert same(store.load(key(1)).take_slots()["k"], numbered((1, 8, 4)))
 

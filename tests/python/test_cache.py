@@ -323,7 +323,7 @@ class TestBadCaches:
             ),
             (lambda: [filled(TOKENS)[0], ArraysCache(2)], ValueError, "layer 1 is a ArraysCache.* is a KVCache"),
             (lambda: [filled(TOKENS)[0], CacheList(KVCache())], ValueError, "layer 1 is a CacheList.* is a KVCache"),
-            (lambda: [filled(TOKENS)[0], ChunkedKVCache(16)], ValueError, "layer 1 is a ChunkedKVCache.* is a KVCache"),
+            (lambda: [filled(TOKENS)[0], ChunkedKVCache(256)], ValueError, "ChunkedKVCache.* is a KVCache"),
             (lambda: batch(TOKENS, 2), ValueError, "layer 0.*2 sequences"),
             (lambda: with_layer(1, None), TypeError, "layer 1.*None"),
             (lambda: with_layer(1, "text"), TypeError, "layer 1.*str"),

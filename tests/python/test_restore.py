@@ -271,7 +271,7 @@ class TestAliasing:
     def test_a_hit_is_overwritten(self, cache: Any) -> None:
         hit = cache.fetch(self.tokens)
         for layer in hit.caches:
-            layer.keys[...] = -1.0
+            layer.keys[:] = -1.0
             layer.values[..., :20, :] = -1.0
         mx.eval(all_arrays(hit.caches))
         check_hit(cache.fetch(self.tokens), self.tokens)
@@ -305,7 +305,7 @@ class TestAliasing:
             layer.trim(10)
         extend(donor, [7] * 12)
         for layer in donor:
-            layer.keys[...] = 0.0
+            layer.keys[:] = 0.0
         mx.eval(all_arrays(donor))
         check_hit(cache.fetch(tokens), tokens)
         assert cache.fetch(tokens).cached_tokens == 29

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mlx_lines
 import pytest
 from support import ROOT
 
@@ -18,8 +19,6 @@ import prefixcache
 from prefixcache._build_info import MLX_VERSION
 
 PACKAGE = Path(prefixcache.__file__).resolve().parent
-# The generator belongs to one nanobind; the wrong one writes other text.
-NANOBIND_OF = {"0.31.2": "2.12.0", "0.32.4": "3.1.0"}
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -32,7 +31,8 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_the_stub_is_current(tmp_path: Path) -> None:
     if importlib.util.find_spec("nanobind") is None:
         pytest.skip("nanobind is not installed: the stub is not compared")
-    wanted, found = NANOBIND_OF.get(MLX_VERSION), importlib.metadata.version("nanobind")
+    # The generator belongs to one nanobind; the wrong one writes other text.
+    wanted, found = mlx_lines.lines()[MLX_VERSION]["nanobind"], importlib.metadata.version("nanobind")
     if found != wanted:
         pytest.skip(f"nanobind {found} is installed, the stub of MLX {MLX_VERSION} is written by {wanted}")
     fresh = tmp_path / "_core.pyi"
