@@ -19,6 +19,8 @@ BENCHMARKS = [
     "bench_store",
     "bench_restore",
     "bench_append",
+    "bench_windows",
+    "bench_states",
     "bench_mlx_lm",
 ]
 
