@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +22,7 @@ from mlx_vlm.models.qwen4_exp.language import BatchQSAKVCache, QSAQuantizedKVCac
 from mlx_vlm.models.unlimited_ocr.language import RingSlidingKVCache
 from parts import through_parts
 
+from prefixcache._handlers.turboquant_codecs import Codec
 from prefixcache._layer_state import LayerState, flatten
 from prefixcache.errors import Unsupported
 from prefixcache.type_registry import describe_layers, rebuild_layers
@@ -109,7 +112,7 @@ def test_several_sequences() -> None:
     for name in ("pooling-4", "turbo-4", "qsa", "minimax", "buffered-16-0-7", "z1t"):
         cache = CASES[name].donor(10)
         described = describe_layers([cache])[0].slots[0].name
-        owner, _, field = described.partition(".")
+        owner, field = [*described.split("."), ""][:2]
         double = mx.concatenate([getattr(getattr(cache, owner), field) if field else _array(cache, owner)] * 2)
         if field:
             setattr(cache, owner, getattr(cache, owner)._replace(**{field: double}))
@@ -159,12 +162,13 @@ def test_an_inner_cache_of_another_class() -> None:
 
 def test_slots_of_turboquant_are_named_by_their_path() -> None:
     (state,) = describe_layers([CASES["turbo-split"].donor(10)])
-    names = [slot.name for slot in state.slots]
+    names = [slot.name.rpartition(".")[0] for slot in state.slots]
     paths = ("low.norms", "low.indices", "high.norms", "high.indices")
     assert names == [f"{owner}.{path}" for owner in ("keys", "values") for path in paths]
     assert {slot.seq_axis for slot in state.slots} == {2}
     (state,) = describe_layers([CASES["turbo-polar"].donor(10)])
-    assert [slot.name for slot in state.slots if "level" in slot.name and "keys" in slot.name] == [
+    names = [slot.name.rpartition(".")[0] for slot in state.slots]
+    assert [name for name in names if "level" in name and "keys" in name] == [
         f"keys.polar_state.level_indices.{level}" for level in range(4)
     ]
 
@@ -180,6 +184,9 @@ def test_split_channels_belong_to_the_structure() -> None:
     first, second = (describe_layers([cache])[0].meta for cache in caches)
     assert first["keys.high"] != second["keys.high"]
     assert {name for name in first if first[name] != second[name]} == {"keys.high"}
+    # A store joins rows of slots with equal names, whatever the rest of the structure says.
+    keys = [{name for name, _ in flatten(describe_layers([cache])) if "/keys." in name} for cache in caches]
+    assert not keys[0] & keys[1]
 
 
 def test_codecs_that_their_seed_does_not_determine() -> None:
@@ -197,6 +204,16 @@ def test_codecs_that_their_seed_does_not_determine() -> None:
     refused("unsupported_type", "a codec prod makes", lambda: describe_layers([mixed]))
 
 
+def changed(state: LayerState, change: dict[str, Any]) -> LayerState:
+    """The layer with other settings and, where they make a codec, with slots that are named after it."""
+    meta, slots = {**state.meta, **change}, state.slots
+    with contextlib.suppress(Unsupported):
+        tags = {owner: Codec.from_meta(meta, owner, "").tag for owner in ("keys", "values")}
+        names = [f"{slot.name.rpartition('.')[0]}.{tags[slot.name.split('.')[0]]}" for slot in slots]
+        slots = tuple(replace(slot, name=name) for slot, name in zip(slots, names, strict=True))
+    return LayerState(state.type_name, slots, meta, offset=10)
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -212,7 +229,7 @@ def test_codecs_that_their_seed_does_not_determine() -> None:
 )
 def test_stored_codecs_are_not_taken_on_trust(change: dict[str, Any], match: str) -> None:
     (state,) = kept("turbo-4", 10)
-    damaged = LayerState(state.type_name, state.slots, {**state.meta, **change}, offset=10)
+    damaged = changed(state, change)
     fresh = CASES["turbo-4"].fresh()
     refused("structure_mismatch", match, lambda: rebuild_layers([fresh], [damaged], 10))
 
@@ -220,7 +237,7 @@ def test_stored_codecs_are_not_taken_on_trust(change: dict[str, Any], match: str
 def test_a_stored_width_that_does_not_fit_its_codec() -> None:
     """Before any matrix is drawn: a damaged dimension must not cost memory."""
     (state,) = kept("turbo-4", 10)
-    damaged = LayerState(state.type_name, state.slots, {**state.meta, "keys.dim": 1 << 40}, offset=10)
+    damaged = changed(state, {"keys.dim": 1 << 40})
     with pytest.raises(ValueError, match=r"keys.indices of shape .* does not fit 4 bits of 1099511627776"):
         rebuild_layers([CASES["turbo-4"].fresh()], [damaged], 10)
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from handler_cases_vlm import CASES
+from handler_cases_vlm import CASES, rows
 from mlx.utils import tree_flatten
+from mlx_vlm.turboquant import TurboQuantKVCache
 
 from prefixcache import PrefixCache
 
@@ -85,3 +86,23 @@ def test_rows_stand_at_any_token(options: dict[str, Any], tmp_path: Path) -> Non
         hit = cache.fetch([*tokens_to(41), 5, 6])
         assert hit.cached_tokens == 41
         check_as_donor(ROWS, hit.caches, 41, donors)
+
+
+def test_rows_of_two_codecs_never_meet(options: dict[str, Any], tmp_path: Path) -> None:
+    """TurboQuant sets channels apart by the first tokens it sees, so equal tokens in other chunks have other codes."""
+
+    def donor(*ends: int) -> Any:
+        cache = TurboQuantKVCache(3.5, key_bits=3.5, value_bits=3.5)
+        for start, stop in zip((0, *ends), ends, strict=False):
+            cache.update_and_fetch(*(rows(i, 64, start, stop, dtype=mx.float16) for i in (1, 2)))
+        return cache
+
+    first, second = donor(16, 32), donor(32, 64)
+    assert not mx.array_equal(first.key_codec.low_idx, second.key_codec.low_idx).item()
+    with PrefixCache.open(tmp_path / "cache", caches=[donor()], **options) as cache:
+        assert cache.store(tokens_to(32), [first]).stored_tokens == 32
+        cache.store(tokens_to(64), [second])
+        hit = cache.fetch(tokens_to(70))
+        assert hit.cached_tokens == 32
+        for found, expected in zip(hit.caches[0].dequantize(), first.dequantize(), strict=True):
+            assert mx.array_equal(found, expected).item()

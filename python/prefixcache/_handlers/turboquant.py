@@ -23,7 +23,7 @@ _FIELDS = frozenset(
 
 
 class TurboQuantKVCacheHandler(Handler):
-    """Slots are named by their path, such as ``keys.low.norms``; the token axis of all of them is 2."""
+    """Slots are named by their path and their codec, such as ``keys.low.norms.1f3a90b2``; their token axis is 2."""
 
     type_name: ClassVar[str] = "mlx_vlm.TurboQuantKVCache"
     prototypes: ClassVar[tuple[str, ...]] = ("TurboQuantKVCache", "KVCache")
@@ -80,7 +80,7 @@ def state_slots(owner: str, state: Any, codec: Codec, offset: int, where: str) -
     """The slots of a live state. ``Unsupported`` for one that its codec would not make."""
     arrays = dict(_leaves(owner, state, where))
     _check(owner, arrays, codec, offset, "unsupported_type", where)
-    return tuple(Slot(name, array, 2, ALL) for name, array in arrays.items())
+    return tuple(Slot(f"{name}.{codec.tag}", array, 2, ALL) for name, array in arrays.items())
 
 
 def stored_states(
@@ -92,7 +92,8 @@ def stored_states(
         raise Unsupported("structure_mismatch", f"{where}: stored with {len(state.children)} children")
     for step, owner in enumerate(owners):
         codec = Codec.from_meta(state.meta, owner, where)
-        arrays = {name: rest.pop(name) for name in list(rest) if name.startswith(f"{owner}.")}
+        ours = [name for name in rest if name.startswith(f"{owner}.") and name.endswith(f".{codec.tag}")]
+        arrays = {name.removesuffix(f".{codec.tag}"): rest.pop(name) for name in ours}
         _check(owner, arrays, codec, n, "structure_mismatch", where)
         by_path = {name[len(owner) + 1 :]: array for name, array in arrays.items()}
         restored.append((codec.state(module, by_path), codec.make(module, seed + step, where)))

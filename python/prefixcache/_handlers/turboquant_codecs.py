@@ -57,6 +57,11 @@ class Codec:
                 return codec
         raise Unsupported("structure_mismatch", f"{where}: no codec of {owner} in {dict(meta)}")
 
+    @property
+    def tag(self) -> str:
+        """Ends the names of slots: a store joins rows of equal names, and those of two codecs must never be joined."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:8]
+
     def _is_sound(self) -> bool:
         if self.dim < 1 or not 1 <= self.bits <= 32:
             return False
