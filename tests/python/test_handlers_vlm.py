@@ -87,11 +87,11 @@ def reaches(case: Case) -> frozenset[Reach]:
     return handler_for(case.fresh()).reaches(case.fresh(), "cache")
 
 
-@pytest.mark.parametrize("n", [371])
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if BOUNDARY not in reaches(case)])
-def test_rows_before_the_end_of_the_donor(name: str, n: int) -> None:
-    """Rows depend on their token and position alone, so a donor that stops at n tells what stands there."""
-    case = CASES[name]
+def test_rows_before_the_end_of_the_donor(name: str) -> None:
+    """Rows depend on their token and position alone, so a donor that stops at n tells what stands there. Index keys are
+    products, which depend on the chunk too: there n is the end of one."""
+    case, n = CASES[name], 360 if name.startswith("qsa") else 371
     reference = case.donor(n)
     case.settle(reference)
     check_same_play(case, rebuild(case, case.donor(400), n, spare=20), reference, n)
