@@ -71,8 +71,8 @@ class Recorder:
     def advance(self, n: int, tokens: Any = None) -> StoreReport:
         """Says that the caches now stand at ``n`` tokens, the last ``len(tokens)`` of them decoded behind the prompt.
 
-        Call it after each prefill chunk and for each decoded token, or at least every min(block size, smallest window)
-        tokens. Stores the blocks that became complete, and a recurrent state at the end of a chunk of several tokens,
+        Call it after each prefill chunk and for each decoded token, or at least every min(block size, smallest window
+        without the rows it keeps) tokens. Stores the blocks that became complete, and a recurrent state at the end of a chunk of several tokens,
         at a wanted checkpoint and every ``state_interval`` tokens; where nothing is due it returns at once and looks at
         nothing. ValueError if the caches stand at fewer tokens, or if ``n`` is beyond the tokens known.
         """

@@ -1,11 +1,12 @@
-"""Rows of windows smaller than a block: they would leave their rings before their block is whole.
+"""Rows of small windows: they would leave their rings before their block is whole and seen.
 
-While tokens are decoded one by one, a ring of w rows overwrites the first rows of a block of more than w tokens. They
-are copied out in time and joined when the block is stored.
+While tokens are decoded one by one, a ring overwrites its oldest rows. Where it cannot hold a block and what may follow
+it before the next call, the block's first rows are copied out in time and joined when it is stored.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -28,16 +29,25 @@ class WindowRows:
     """Keeps rows of the unfinished block of one request. For one thread at a time."""
 
     def __init__(self, needs: Needs, block_size: int, n: int) -> None:
-        self._small = {reach for reach in needs.windows if _lasting(reach) < block_size}
+        # A call may come up to a block after a block's end.
+        self._small = {reach for reach in needs.windows if _lasting(reach) < 2 * block_size - 1}
         self._every = min((_lasting(reach) for reach in self._small), default=0)
         self._block_size = block_size
         # Inside a block the rows before n are kept at once: they are in no block of this sequence yet.
         self._seen = n - self._every if n % block_size else n
+        self._last = n
+        # How many tokens lay between recent calls, and so may before the next: at first the most that is allowed.
+        self._steps: deque[int] = deque([min(self._every, block_size)], maxlen=8)
         self._runs: dict[tuple[int | str, ...], _Run] = {}
 
     def due(self, n: int) -> bool:
-        """Whether rows must be kept now that the caches stand at ``n``, since they might be gone at the next call."""
-        return bool(self._small) and n - self._seen >= self._every
+        """Whether rows must be kept now that the caches stand at ``n``, since they might be gone at the next call.
+
+        To be asked at each call: steps of recent calls tell how far away the next one may be.
+        """
+        self._steps.append(min(n - self._last, self._every))
+        self._last = n
+        return bool(self._small) and n - self._seen + max(self._steps) > self._every
 
     def keep(self, states: Sequence[LayerState], n: int) -> None:
         """Copies the rows of the unfinished block that were added since the last call."""
@@ -55,7 +65,7 @@ class WindowRows:
                 run.pieces.append(mx.contiguous(_rows(slot, lo, n)))
                 run.end = n
         mx.eval([piece for run in self._runs.values() for piece in run.pieces[-1:]])
-        self._seen = n
+        self._seen = self._last = n
 
     def joined(self, states: Sequence[LayerState], n: int) -> list[LayerState]:
         """``states``, their windows with the rows that were kept in front of those the rings still hold."""

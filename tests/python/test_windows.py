@@ -42,6 +42,30 @@ class TestAnyToken:
                 assert hit.cached_tokens == n
                 check(hit.caches, whole[:n])
 
+    @pytest.mark.parametrize("step", [2, 3, 5])
+    def test_decoded_tokens_told_several_at_a_time(self, tmp_path: Path, model: str, step: int) -> None:
+        """As often as is asked for: every min(block, smallest window) tokens."""
+        for start in (60, 64, 71):
+            with open_for(model, tmp_path / str(start)) as cache:
+                hit = cache.fetch(PROMPT[:start])
+                recorder, n = cache.record(PROMPT[:start], hit), 0
+                while n < start:
+                    cut = min(recorder.next_cut(n), start)
+                    feed(hit.caches, PROMPT[n:cut], n)
+                    recorder.advance(n := cut)
+                whole = [*PROMPT[:start], *range(200, 240)]
+                while n < len(whole):
+                    new = whole[n : n + step]
+                    for position, token in enumerate(new, n):
+                        feed(hit.caches, [token], position)
+                    n += len(new)
+                    recorder.advance(n, tokens=new)
+                recorder.finish()
+                for n in range(1, len(whole) + 1):
+                    found = cache.fetch([*whole[:n], 5])
+                    assert found.cached_tokens == n
+                    check(found.caches, whole[:n])
+
     def test_a_second_turn_that_leaves_the_first_inside_a_block(self, tmp_path: Path, model: str) -> None:
         with open_for(model, tmp_path / "cache") as cache:
             serve(cache, PROMPT, range(200, 230))
