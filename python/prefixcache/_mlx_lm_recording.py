@@ -71,7 +71,7 @@ class Recording:
         self._source = source
         self._tokens = list(tokens)
         self._caches = hit.caches
-        self._unconverted = list(hit.caches)
+        self._classes = [type(cache) for cache in hit.caches]
         self._start = self._n = hit.cached_tokens
         self._plain = source.is_plain(self._n)
         self._settled = True
@@ -136,7 +136,7 @@ class Recording:
         """mlx-lm puts converted layers into the list. Rejected tokens count for it, so this may be before the start."""
         if self._source.kv_format is None:
             return False
-        return any(now is not then for now, then in zip(self._caches, self._unconverted, strict=False))
+        return [type(cache) for cache in self._caches] != self._classes
 
     def _open(self, start: Hit | list[Any]) -> None:
         try:

@@ -51,9 +51,10 @@ def stream_generate(
     token of the prompt and the answer.
 
     ValueError, at the call, for an empty prompt, and for options that would change the cache in a way that cannot be
-    stored: ``input_embeddings``, ``prompt_cache``. Trouble while recording (a full disk, a cache class that cannot be
-    stored) never stops the request: it is logged once. Errors of the model, of mlx-lm and of callbacks pass through;
-    what is stored is not harmed, and a request that a callback or its reader ends keeps all that it has computed.
+    stored: ``input_embeddings``, ``prompt_cache``; when it starts, for a ``max_kv_size`` of no more than the 4 tokens
+    that mlx-lm always keeps. Trouble while recording (a full disk, a cache class that cannot be stored) never stops
+    the request: it is logged once. Errors of the model, of mlx-lm and of callbacks pass through; what is stored is not
+    harmed, and a request that its reader or the progress callback ends keeps all that it has computed.
     Threads: run one generator on one thread; several generators may share ``prefix_cache``.
     """
     _refuse_options(kwargs)
@@ -66,10 +67,11 @@ def stream_generate(
 
     def sources() -> list[Source]:
         kv_format = _take_kv_format(kwargs)
-        caches = [prefix_cache if max_kv_size is None else _rotating(prefix_cache, model, max_kv_size)]
         if draft_model is not None:
             # As mlx-lm, which has no sizes for a pair of models.
             caches = [prefix_cache, prefix_cache.beside(draft_model)]
+        else:
+            caches = [prefix_cache if max_kv_size is None else _rotating(prefix_cache, model, max_kv_size)]
         return [Source(cache, salt, extra_keys, kv_format) for cache in caches]
 
     request = _Request(model, draft_model, tokenizer, row, prefill_step_size, prompt_progress_callback, on_hit)

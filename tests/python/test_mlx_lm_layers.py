@@ -216,6 +216,10 @@ class TestMaxKvSize:
                 ends = [32, 39, *range(40, n + 1), *rest, len(turn) - 1]
                 assert_same_answers(ours, self.uncached(setup, turn, ends))
 
+    def test_a_window_of_kept_tokens_only_is_refused(self, opened: Opened) -> None:
+        with opened("qwen2") as setup, pytest.raises(ValueError, match="keep must be below max_size, got 4 and 4"):
+            setup.run(text(20), max_kv_size=4)
+
     def test_a_model_that_makes_its_own_caches_ignores_it(self, opened: Opened) -> None:
         with opened("gemma3_text") as setup:
             answers = [setup.run(text(40), max_kv_size=limit) for limit in (None, 8)]
