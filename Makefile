@@ -15,7 +15,8 @@ SOURCES := $(shell find csrc cmake python metal -type f -not -name '*.pyc' -not 
   CMakeLists.txt pyproject.toml mlx-lines.json scripts/mlx_lines.py
 # The short form of the other line: every handler, the front door, exact continuation, windows, states and a real model.
 SHORT := $(addprefix tests/python/test_,handler_contract.py layer_state.py cache.py exactness.py windows.py \
-  checkpoints.py import.py mlx_lm.py::test_a_real_conversation)
+  checkpoints.py import.py mlx_lm.py::test_a_real_conversation) \
+  $(addprefix --deselect tests/python/test_exactness.py::test_a_real_model_,continues_bit_for_bit in_a_new_process)
 
 .PHONY: help demo test test-current test-other test-long test-other-long bench dev lint format stub sanitize fuzz clean
 .DELETE_ON_ERROR:
