@@ -94,12 +94,7 @@ class Recording:
 
     def prefilled(self, n: int) -> None:
         """The caches stand at ``n`` and are evaluated."""
-        report = self._advance(n, [])
-        if report is None or n < len(self._tokens) - 1:
-            return
-        if report.state_at == n and report.stored_tokens < n:
-            # A state is found behind stored rows only; should decoding fail, those before this one would be missing.
-            self._try(lambda recorder: recorder.finish(n))
+        self._advance(n, [])
 
     def decoded(self, token: int, n: int | None = None) -> None:
         """``token`` was sampled, and the caches have taken in ``n`` of the tokens known now; default: all of them."""

@@ -72,9 +72,10 @@ class Recorder:
         """Says that the caches now stand at ``n`` tokens, the last ``len(tokens)`` of them decoded behind the prompt.
 
         Call it after each prefill chunk and for each decoded token, or at least every min(block size, smallest window
-        without the rows it keeps) tokens. Stores the blocks that became complete, and a recurrent state at the end of a chunk of several tokens,
-        at a wanted checkpoint and every ``state_interval`` tokens; where nothing is due it returns at once and looks at
-        nothing. ValueError if the caches stand at fewer tokens, or if ``n`` is beyond the tokens known.
+        without the rows it keeps) tokens. Stores the blocks that became complete, and a recurrent state at the end of a
+        chunk of several tokens, before the last token of the prompt, at a wanted checkpoint and every
+        ``state_interval`` tokens; where nothing is due it returns at once and looks at nothing. ValueError if the
+        caches stand at fewer tokens, or if ``n`` is beyond the tokens known.
         """
         if tokens is not None and len(tokens) > 0:
             self._chain.extend(tokens)
@@ -84,7 +85,8 @@ class Recorder:
         state = lasting or (self._storing.needs.state and step > 1)
         if not state and n // self._size <= self._stored_blocks:
             return self._keep_rows(n)
-        return self._store(n, tail=False, state=state, lasting=lasting)
+        # A state inside a block is of no use without the rows before it.
+        return self._store(n, tail=lasting, state=state, lasting=lasting)
 
     def finish(self, n: int | None = None) -> StoreReport:
         """Stores what is left, the short block behind the last whole one included. ``n``: tokens the caches stand at;
