@@ -7,5 +7,6 @@ namespace prefixcache::bindings {
 
 void init_block_hash(nanobind::module_& m);
 void init_block_store(nanobind::module_& m);
+void init_part_files(nanobind::module_& m);
 
 }  // namespace prefixcache::bindings

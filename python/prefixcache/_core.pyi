@@ -292,3 +292,38 @@ class BlockStore:
 
     def close(self) -> Status:
         """Writes what waits and stops. Safe to call twice."""
+
+class PartSummary:
+    """What the header of a part file says."""
+
+    @property
+    def row_lo(self) -> int: ...
+
+    @property
+    def row_hi(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def tensors(self) -> int: ...
+
+    @property
+    def tensor_bytes(self) -> int: ...
+
+def parse_part_name(name: str) -> tuple[bytes, int, int, Part] | None:
+    """
+    What the name of a part file says: (key, first 8 bytes of its parent's as a number, depth, part), or None.
+    """
+
+def check_part(path: bytes, data: bool = True) -> tuple[Status, PartSummary]:
+    """
+    Checks a part file: its header, that it is what its name says and, with `data`, every tensor's digest.
+    Returns OK, NOT_FOUND, CORRUPT or IO_ERROR, and the header's summary: all zero unless the header is sound.
+    """
+
+def eviction_order(parts: Sequence[tuple[str, float]]) -> list[tuple[int, float]]:
+    """
+    The order in which a store would evict parts, given as (file name, time of last use): (place in `parts`, time
+    that counts), first to go first. What stays are prefixes, wherever one stops.
+    """

@@ -7,6 +7,7 @@
 #include "prefixcache/env.h"
 #include "prefixcache/gather.h"
 #include "prefixcache/options.h"
+#include "prefixcache/part_files.h"
 #include "prefixcache/slot.h"
 #include "prefixcache/status.h"
 #include "prefixcache/version.h"
