@@ -55,7 +55,10 @@ def dynamic_metadata(_settings: Mapping[str, Any], _project: Mapping[str, Any]) 
             f"mlx[cpu]=={release}; sys_platform == 'linux'",
             f"mlx=={release}; sys_platform == 'darwin'",
         ],
-        "optional-dependencies": {"mlx-lm": [f"mlx-lm=={lines()[release]['mlx-lm']}"]},
+        "optional-dependencies": {
+            "mlx-lm": [f"mlx-lm=={lines()[release]['mlx-lm']}"],
+            "cli": ["rich>=13"],  # tables of the prefixcache command
+        },
     }
 
 

@@ -19,6 +19,10 @@ MOST_LINES = 500
 # Bottom first: a module may import those above it in this list, and no other of the package.
 PYTHON_LAYERS = [
     {"_build_info", "errors", "_sizes", "_core", "_doors"},
+    {"_directory"},
+    {"maintenance"},
+    {"_tables"},
+    {"cli"},
     {"_check_mlx", "_layer_state", "_keys", "_fingerprint", "_results"},
     {"_handlers", "_handlers.base"},
     {"_handlers.kv", "_handlers.rotating", "_handlers.chunked", "_handlers.arrays", "_handlers.cache_list"},
