@@ -76,9 +76,10 @@ def test_a_turn_that_leaves_the_one_before_inside_a_block(opened: Opened, name: 
         assert [hit.cached_tokens for hit in setup.hits] == [0, reused, 70]
         caches = make_prompt_cache(setup.model)
         donor = [48, 54, *range(55, reused + 1)] if reused > 54 else [48, 54]
-        cuts = [80, 89] if reused == 70 else [64, 70, 80, 89]
+        cuts = [80, 89] if reused == 70 else [70, 80, 89]
         assert_same_answers(ours[0], setup.uncached(ways[0], [*donor, *cuts], caches=caches))
-        if reused == 54:
+        if name == "mamba":
+            # Elsewhere its rows were computed one by one and its state in a chunk: no run has the same products.
             assert_same_answers(ours[1], setup.uncached(ways[1], [*donor, *cuts]))
 
 
@@ -246,7 +247,8 @@ class TestKvBits:
     def test_a_recurrent_model_has_nothing_to_convert(self, opened: Opened) -> None:
         prompt = text(55)
         with opened("mamba") as setup:
-            theirs = setup.uncached(prompt, [48, 54])
+            # Plain rows end at 40, and a prefill of them one token before.
+            theirs = setup.uncached(prompt, [39, 48, 54])
             for _ in range(2):
                 assert_same_answers(setup.run(prompt, **self.OPTIONS), theirs)
             assert [hit.cached_tokens for hit in setup.hits] == [0, 54]
