@@ -24,4 +24,13 @@ std::int64_t common_rows(const BlockText& child, std::int64_t start, std::span<c
   return rows;
 }
 
+bool begins_with(std::span<const std::uint32_t> tokens, std::span<const ContentKey> content,
+                 std::span<const std::uint32_t> shorter, std::span<const ContentKey> shorter_content,
+                 std::int64_t shorter_end) {
+  if (tokens.size() < shorter.size() || !std::equal(shorter.begin(), shorter.end(), tokens.begin())) return false;
+  const auto beyond =
+      std::find_if(content.begin(), content.end(), [&](const ContentKey& key) { return key.start >= shorter_end; });
+  return std::equal(shorter_content.begin(), shorter_content.end(), content.begin(), beyond);
+}
+
 }  // namespace prefixcache::store

@@ -12,6 +12,7 @@
 #include "prefixcache/block_store.h"
 #include "store/directory.h"
 #include "store/index.h"
+#include "store/needed_parts.h"
 #include "store/writer.h"
 
 namespace prefixcache::store {
@@ -62,7 +63,7 @@ class StoreImpl : public BlockStore {
   bool already_there(const PutRequest& request);
   std::shared_ptr<Buffer> acquire_buffer(const Image& image);
   // What leaves this tier to make room for `newcomer`: the oldest part, of a chain its deepest block. Null if only the
-  // chain that it continues is left, or if that chain is broken. With the mutex held.
+  // chain that it continues is left, and what is needed to take that up; or if it is broken. With the mutex held.
   PartRecord* victim_for(const Image& newcomer, const std::list<PartRecord*>& order);
   bool evict_one_from_ram(const Image& newcomer);
   bool insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool to_disk);
@@ -114,6 +115,7 @@ class StoreImpl : public BlockStore {
   StoreStats stats_;
   std::size_t open_files_ = 0;  // about: counted down when limit_open_files() looks
   std::atomic<bool> closed_{false};
+  AskedFor asked_for_;              // guarded by mutex_
   std::unique_ptr<Writer> writer_;  // last: its thread uses all of the above
 };
 

@@ -98,6 +98,11 @@ Point StoreImpl::deepest_window(const ChainView& chain, const WindowReach& reach
     throw std::invalid_argument("[BlockStore::deepest_window] a window of " + std::to_string(reach.window) +
                                 " rows that keeps " + std::to_string(reach.keep));
   }
+  {
+    Lock lock(mutex_);
+    asked_for_.window = std::max(asked_for_.window, reach.window);
+    asked_for_.keep = std::max(asked_for_.keep, reach.keep);
+  }
   const std::int64_t size = chain.block_size;
   int probes = 0;
   const auto probe = [&](std::int64_t i) {
@@ -128,6 +133,10 @@ Point StoreImpl::deepest_window(const ChainView& chain, const WindowReach& reach
 
 Point StoreImpl::deepest_state(const ChainView& chain, std::int64_t limit) {
   limit = checked_limit(chain, limit);
+  {
+    Lock lock(mutex_);
+    asked_for_.states = true;
+  }
   if (limit <= 0) return {};
   const std::int64_t last = std::min((limit - 1) / chain.block_size, static_cast<std::int64_t>(chain.keys.size()));
   if (static_cast<std::size_t>(last) < chain.keys.size() && (last + 1) * chain.block_size <= limit) {

@@ -10,6 +10,7 @@
 #include "gather/copy.h"
 #include "hash/checksum.h"
 #include "layout/check_header.h"
+#include "store/common_rows.h"
 #include "store/store_impl.h"
 
 namespace prefixcache::store {
@@ -192,20 +193,6 @@ bool StoreImpl::already_there(const PutRequest& request) {
   return there;
 }
 
-namespace {
-
-// Whether `longer` begins with all of `shorter`: the same tokens, and the same content behind them.
-bool begins_with(const BlockText& longer, std::span<const std::uint32_t> shorter, std::span<const ContentKey> content,
-                 std::int64_t shorter_end) {
-  if (longer.tokens.size() < shorter.size()) return false;
-  if (!std::equal(shorter.begin(), shorter.end(), longer.tokens.begin())) return false;
-  const auto beyond = std::find_if(longer.content.begin(), longer.content.end(),
-                                   [&](const ContentKey& key) { return key.start >= shorter_end; });
-  return std::equal(content.begin(), content.end(), longer.content.begin(), beyond);
-}
-
-}  // namespace
-
 bool StoreImpl::contained_in_sibling(const PutRequest& request) const {
   if (request.part == Part::state) return false;
   for (const Entry* sibling : index_.children(layout::parent_prefix(request.parent))) {
@@ -213,7 +200,8 @@ bool StoreImpl::contained_in_sibling(const PutRequest& request) const {
     if (record == nullptr || sibling->text == nullptr) continue;
     if (request.part == Part::win && !covers(*record, request.row_lo, request.row_hi)) continue;
     if (!sibling->parent_known || sibling->parent != request.parent) continue;
-    if (begins_with(*sibling->text, request.tokens, request.content, request.depth)) return true;
+    const BlockText& text = *sibling->text;
+    if (begins_with(text.tokens, text.content, request.tokens, request.content, request.depth)) return true;
   }
   return false;
 }
@@ -221,14 +209,15 @@ bool StoreImpl::contained_in_sibling(const PutRequest& request) const {
 std::vector<PartRecord*> StoreImpl::superseded_by(const PutRequest& request) const {
   std::vector<PartRecord*> records;
   if (request.part == Part::state) return records;
-  const BlockText text{{request.tokens.begin(), request.tokens.end()},
-                       {request.content.begin(), request.content.end()}};
   for (Entry* sibling : index_.children(layout::parent_prefix(request.parent))) {
     PartRecord* record = sibling->parts[static_cast<int>(request.part)].get();
     if (record == nullptr || sibling->text == nullptr || sibling->depth >= request.depth) continue;
     if (request.part == Part::win && (record->row_lo < request.row_lo || record->row_hi > request.row_hi)) continue;
     if (!sibling->parent_known || sibling->parent != request.parent) continue;
-    if (begins_with(text, sibling->text->tokens, sibling->text->content, sibling->depth)) records.push_back(record);
+    const BlockText& text = *sibling->text;
+    if (begins_with(request.tokens, request.content, text.tokens, text.content, sibling->depth)) {
+      records.push_back(record);
+    }
   }
   return records;
 }
@@ -264,8 +253,10 @@ PartRecord* StoreImpl::victim_for(const Image& newcomer, const std::list<PartRec
   if (parent == nullptr) parent = index_.find(header.parent, Part::kv);
   const bool begins_chain = header.depth == static_cast<std::int64_t>(header.tokens.size());
   if (parent == nullptr && !begins_chain && is_kv) return nullptr;
+  NeededParts needed(index_, newcomer, asked_for_);
   const auto oldest = [&]() -> PartRecord* {
-    const auto found = std::find_if(order.rbegin(), order.rend(), [](const auto* record) { return !record->waiting; });
+    const auto found = std::find_if(order.rbegin(), order.rend(),
+                                    [&](const auto* record) { return !record->waiting && !needed.has(*record); });
     return found == order.rend() ? nullptr : *found;
   };
   PartRecord* victim = oldest();

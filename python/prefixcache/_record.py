@@ -32,10 +32,11 @@ def record(
     size = chain.block_size
     whole, rest = divmod(upto, size)
     writer = _Writer(store, chain, states, part_slots(states, stands_at), min(first_block, whole) * size)
-    for i in range(first_block, whole + 1 if tail and rest else whole):
-        if not writer.put_rows(i, min((i + 1) * size, upto)):
-            return writer.report
-    if state and upto == stands_at:
+    done = all(
+        writer.put_rows(i, min((i + 1) * size, upto)) for i in range(first_block, whole + 1 if tail and rest else whole)
+    )
+    writer.touch()
+    if done and state and upto == stands_at:
         writer.put_state((upto - 1) // size, upto)
     return writer.report
 
@@ -64,6 +65,7 @@ class _Writer:
         self._chain = chain
         self._parts = parts
         self._meta = encode_structure(states)
+        self._last: bytes | None = None
         self.report = StoreReport(stored_tokens=stored_tokens)
 
     def put_rows(self, block: int, depth: int, kv: bool = True) -> bool:
@@ -78,9 +80,16 @@ class _Writer:
             if not status:
                 return False
             added += count
+        if kv:
+            self._last = self._key(block, depth)
         self.report.stored_tokens = depth
         self.report.new_blocks += added > 0
         return True
+
+    def touch(self) -> None:
+        """Makes the rows of the sequence newer than those that its windows have left behind: these are to go first."""
+        if self._last is not None:
+            self._store.touch(self._last)
 
     def put_state(self, block: int, depth: int) -> bool:
         """The state, for tokens [0, depth). False where there was no room; true as well if there is none."""
@@ -96,7 +105,7 @@ class _Writer:
     def _put(self, part: PartSlots, block: int, depth: int, lo: int, hi: int) -> tuple[Status, int]:
         chain = self._chain
         start = block * chain.block_size
-        key = chain.key(block) if depth == start + chain.block_size else chain.cut_key(block, depth)
+        key = self._key(block, depth)
         parent = chain.key(block - 1) if block else chain.root
         content = [item for item in chain.content_of_block(block) if item[0] < depth]
         tokens = chain.tokens.slice(start, depth)
@@ -108,3 +117,7 @@ class _Writer:
         else:
             self.report.reason, self.report.detail = _REASONS[status.code], status.message
         return status, added
+
+    def _key(self, block: int, depth: int) -> bytes:
+        whole = depth == (block + 1) * self._chain.block_size
+        return self._chain.key(block) if whole else self._chain.cut_key(block, depth)

@@ -39,6 +39,8 @@ class Recorder:
         self._size = chain.block_size
         self._n = start
         self._stored_blocks = stored // self._size
+        # Whole blocks when something was stored last: where there was no room, the next block is soon enough.
+        self._tried_blocks = self._stored_blocks
         self._checkpoint = checkpoint if storing.needs.state else None
         self._prompt_end = len(chain.tokens) - 1
         # Where a state was stored only so that a request that ends here loses nothing.
@@ -83,7 +85,7 @@ class Recorder:
         step, self._n = n - self._n, n
         lasting = self._storing.needs.state and self._is_checkpoint(n)
         state = lasting or (self._storing.needs.state and step > 1)
-        if not state and n // self._size <= self._stored_blocks:
+        if not state and n // self._size <= self._tried_blocks:
             return self._keep_rows(n)
         # A state inside a block is of no use without the rows before it.
         return self._store(n, tail=lasting, state=state, lasting=lasting)
@@ -117,6 +119,7 @@ class Recorder:
             superseded=self._superseded_at(n),
             amend=amend,
         )
+        self._tried_blocks = n // self._size
         if report.state_at is not None:
             self._provisional = None if lasting or not report.state_bytes else n
         self._stored_blocks = max(self._stored_blocks, report.stored_tokens // self._size)

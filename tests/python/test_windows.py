@@ -200,3 +200,21 @@ def test_whatever_was_served_before(data: st.DataObject) -> None:
             hit = serve(cache, prompt, answer, most=data.draw(st.sampled_from([None, 7, 30])))
             assert (hit.cached_tokens, hit.reason, hit.diverged_at) == shadow.expected(prompt)
             shadow.stored.append([*prompt, *answer])
+
+
+@pytest.mark.parametrize("model", sorted(MODELS))
+@pytest.mark.parametrize("pages", [12, 17, 28, 36])
+def test_hits_never_shrink_where_memory_is_too_small(model: str, pages: int) -> None:
+    """What a conversation needs to be taken up stays where its next blocks find no room: hits stop growing, no more."""
+    turn, hits = PROMPT[:20], []
+    with open_for(model, None, write="ram_only", ram=pages << 16) as cache:
+        for number in range(16):
+            answer = [200 + number] * 11
+            hits.append(serve(cache, turn, answer, most=16).cached_tokens)
+            turn = [*turn, *answer, 300 + number, 301 + number]
+        stats = cache.stats()
+    assert hits[0] == 0
+    assert hits[1] > 0
+    assert hits == sorted(hits)
+    # Where there is no room, each block is tried, not each token.
+    assert stats["store_reasons"].get("queue_full", 0) <= 16 * (len(turn) // 8)
