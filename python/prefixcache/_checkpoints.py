@@ -24,12 +24,21 @@ def checkpoints(store: BlockStore, chain: KeyChain, limit: int) -> list[tuple[in
 
 
 def drop_superseded(
-    store: BlockStore, chain: KeyChain, n: int, interval: int, keep: Collection[int] = frozenset()
+    store: BlockStore,
+    chain: KeyChain,
+    n: int,
+    interval: int,
+    given: Collection[int] = frozenset(),
+    prompt_end: int | None = None,
 ) -> int:
-    """Deletes states before ``n`` that newer ones of the same branch make useless, but for those at the token counts
-    ``keep``. Returns how many."""
-    tips = [point for point in checkpoints(store, chain, n) if point[0] % interval and point[0] not in keep]
-    old = tips[_TIPS:]
+    """Deletes states before ``n`` that newer ones of the same branch make useless. Returns how many.
+
+    ``given``: token counts of states that the caller asked for. ``prompt_end``: that of one of the two newest, whatever
+    lies behind it: the same prompt may come again with another answer.
+    """
+    tips = [point for point in checkpoints(store, chain, n) if point[0] % interval and point[0] not in given]
+    others = [point for point in tips if point[0] != prompt_end]
+    old = others[_TIPS - (len(tips) - len(others)) :]
     if not old:
         return 0
     # What leaves at n itself counts too.

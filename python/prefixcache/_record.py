@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefixcache._core import BlockStore, KeyChain, Part, Status, StatusCode
+from prefixcache._core import BlockStore, KeyChain, Part, Status, StatusCode, group_key
 from prefixcache._layer_state import LayerState, encode_structure
 from prefixcache._parts import PartSlots, part_slots
 from prefixcache._results import StoreReport
@@ -38,15 +38,21 @@ def record(
     writer.touch()
     if done and state and upto == stands_at:
         writer.put_state((upto - 1) // size, upto)
+    writer.note_gone()
     return writer.report
 
 
 def record_snapshot(store: BlockStore, chain: KeyChain, states: Sequence[LayerState], n: int) -> StoreReport:
-    """Stores what layers that stand at ``n`` have for the block or tail that ends there: window rows and the state."""
-    block = (n - 1) // chain.block_size
-    writer = _Writer(store, chain, states, part_slots(states, n), block * chain.block_size)
-    if writer.put_rows(block, n, kv=False):
-        writer.put_state(block, n)
+    """Stores what layers that stood at ``n`` need to stand there again, but for rows that every n needs: those of their
+    windows, in all blocks that these reach back to, and the state."""
+    size, last = chain.block_size, (n - 1) // chain.block_size
+    parts = part_slots(states, n)
+    writer = _Writer(store, chain, states, parts, last * size)
+    windows = [part for part in parts if part.part == Part.win]
+    for block in range(min((part.first_row for part in windows), default=n) // size, last + 1):
+        if not writer.put_rows(block, min((block + 1) * size, n), kv=False):
+            return writer.report
+    writer.put_state(last, n)
     return writer.report
 
 
@@ -66,6 +72,7 @@ class _Writer:
         self._parts = parts
         self._meta = encode_structure(states)
         self._last: bytes | None = None
+        self._gone: list[tuple[bytes, int]] = []
         self.report = StoreReport(stored_tokens=stored_tokens)
 
     def put_rows(self, block: int, depth: int, kv: bool = True) -> bool:
@@ -74,6 +81,8 @@ class _Writer:
         added = 0
         for part in self._parts:
             lo, hi = max(start, part.first_row), min(depth, part.end)
+            if part.part == Part.win and part.first_row > start:
+                self._gone.append((group_key(self._key(block, depth), part.group), start))
             if part.part == Part.state or (part.part == Part.kv and not kv) or (lo >= hi and part.part == Part.win):
                 continue
             status, count = self._put(part, block, depth, lo, hi)
@@ -85,6 +94,18 @@ class _Writer:
         self.report.stored_tokens = depth
         self.report.new_blocks += added > 0
         return True
+
+    def note_gone(self) -> None:
+        """Says so in the report if rows of a window are neither in their layers any more nor stored."""
+        stored = self._store.presence([key for key, _ in self._gone])
+        gone = [
+            start
+            for (_, start), found in zip(self._gone, stored, strict=True)
+            if "win" not in found or found["win"][2] > start
+        ]
+        if gone and self.report.reason == "complete":
+            self.report.reason = "rows_gone"
+            self.report.detail = f"{len(gone)} blocks, the first at token {gone[0]}, have not all rows of their windows"
 
     def touch(self) -> None:
         """Makes the rows of the sequence newer than those that its windows have left behind: these are to go first."""

@@ -51,9 +51,8 @@ class Recorder:
         """Where a prefill chunk that starts at token ``n`` should end.
 
         Without ``most`` the first good place: a block boundary or where a state is to be kept. With it, the largest
-        chunk:
-        the last block boundary within it, but never behind a place where a state is to be kept; n + most if there is no
-        such place in it.
+        chunk: the last block boundary within it, but never behind a place where a state is to be kept; n + most if
+        there is no such place in it.
         """
         if not _is_count(n):
             raise ValueError(f"n is {n!r}, expected a number of tokens")
@@ -74,14 +73,15 @@ class Recorder:
         """Says that the caches now stand at ``n`` tokens, the last ``len(tokens)`` of them decoded behind the prompt.
 
         Call it after each prefill chunk and for each decoded token, or at least every min(block size, smallest window
-        without the rows it keeps) tokens. Stores the blocks that became complete, and a recurrent state at the end of a
-        chunk of several tokens, before the last token of the prompt, at a wanted checkpoint and every
-        ``state_interval`` tokens; where nothing is due it returns at once and looks at nothing. ValueError if the
-        caches stand at fewer tokens, or if ``n`` is beyond the tokens known.
+        without the rows it keeps) tokens; more than half of that at a time only if regularly. Stores the blocks that
+        became complete, and a recurrent state at the end of a chunk of several tokens, before the last token of the
+        prompt, at a wanted checkpoint and every ``state_interval`` tokens; where nothing is due it returns at once and
+        looks at nothing. ValueError if the caches stand at fewer tokens, or if ``n`` is beyond the tokens known.
         """
-        if tokens is not None and len(tokens) > 0:
+        new = 0 if tokens is None else len(tokens)
+        self._check(n, new)
+        if new:
             self._chain.extend(tokens)
-        self._check(n)
         step, self._n = n - self._n, n
         lasting = self._storing.needs.state and self._is_checkpoint(n)
         state = lasting or (self._storing.needs.state and step > 1)
@@ -117,11 +117,12 @@ class Recorder:
             state=state,
             prune=lasting,
             superseded=self._superseded_at(n),
+            prompt_end=self._prompt_end,
             amend=amend,
         )
-        self._tried_blocks = n // self._size
         if report.state_at is not None:
             self._provisional = None if lasting or not report.state_bytes else n
+        self._tried_blocks = n // self._size
         self._stored_blocks = max(self._stored_blocks, report.stored_tokens // self._size)
         return report
 
@@ -133,6 +134,7 @@ class Recorder:
                 self._window_rows.keep(self._storing.describe(self._caches, self._kv_format), n)
             except Unsupported as refusal:
                 report.reason, report.detail = refusal.reason, str(refusal)
+                return self._storing.count(report)
         return report
 
     def _superseded_at(self, n: int) -> int | None:
@@ -143,9 +145,12 @@ class Recorder:
     def _is_checkpoint(self, n: int) -> bool:
         return n > 0 and (n in (self._checkpoint, self._prompt_end) or n % self._storing.interval == 0)
 
-    def _check(self, n: int) -> None:
-        if not _is_count(n) or n > len(self._chain.tokens):
-            raise ValueError(f"n is {n!r}, but only {len(self._chain.tokens)} tokens are known")
+    def _check(self, n: int, new: int = 0) -> None:
+        known = len(self._chain.tokens) + new
+        if not _is_count(n):
+            raise ValueError(f"n is {n!r}, expected a number of tokens")
+        if n > known:
+            raise ValueError(f"n is {n!r}, but only {known} tokens are known")
 
 
 def _is_count(value: object) -> bool:

@@ -32,6 +32,7 @@ STORE_REASONS = frozenset(
         "complete",  # everything that was asked for is stored
         "too_short",  # no token to store
         "unknown_count",  # no layer counts tokens, and the caller did not say how many the caches stand at
+        "rows_gone",  # stored, but not all rows of a window were there: it can be taken up at fewer places
         "state_elsewhere",  # rows are stored, but the recurrent state is that of another number of tokens
         "unsupported_type",  # a cache class that no handler knows
         "unknown_field",  # a cache with attributes that its class is not known to have
@@ -45,6 +46,8 @@ STORE_REASONS = frozenset(
 SNAPSHOT_REASONS = frozenset(
     {
         "beyond_tokens",  # for no token, or for more than were given
+        "rows_missing",  # the store that it came with kept no rows
+        "no_state",  # its layers should hold a recurrent state and do not
         "missing",  # the mapping has its count, but nothing for it
         "other_count",  # its layers stand at another number of tokens than it was given for
         "contradictory",  # its layers disagree with one another, with the model's or with themselves

@@ -38,7 +38,7 @@ class Storing:
         self.interval = interval
         self._store = store
         self._own = own
-        self._count = count
+        self.count = count
 
     def describe(self, caches: Sequence[Any], kv_format: KvFormat | None) -> list[LayerState]:
         """The layers' states. ``Unsupported`` for what no handler knows; ValueError for layers that disagree or have
@@ -62,6 +62,7 @@ class Storing:
         state: bool = True,
         prune: bool = True,
         superseded: int | None = None,
+        prompt_end: int | None = None,
         amend: Amend = list,
         snapshots: Snapshots | None = None,
     ) -> StoreReport:
@@ -69,20 +70,20 @@ class Storing:
 
         ``covers``: the tokens that the caches stand at; by default what their layers count, and if none of them counts
         ``uncounted``. Once a state is stored, the one at ``superseded`` tokens is dropped, and with ``prune`` those of
-        the branch that it makes useless. ``amend`` may add rows to the described layers. ``snapshots``: as in
-        ``PrefixCache.store``.
+        the branch that it makes useless (``prompt_end``: see ``drop_superseded``). ``amend`` may add rows to the
+        described layers. ``snapshots``: as in ``PrefixCache.store``.
         """
         try:
             states = self.describe(caches, kv_format)
         except Unsupported as refusal:
-            return self._count(StoreReport(reason=refusal.reason, detail=str(refusal)))
+            return self._refuse(refusal.reason, str(refusal), snapshots)
         if upto < 1:
-            return self._count(StoreReport(reason="too_short", detail="there is no token to store"))
+            return self._refuse("too_short", "there is no token to store", snapshots)
         counted = common_offset(states)
         stands_at = _standing(counted, uncounted if covers is None and counted is None else covers, upto)
         if stands_at is None:
             detail = "no layer counts tokens: say with covers how many the caches stand at"
-            return self._count(StoreReport(reason="unknown_count", detail=detail))
+            return self._refuse("unknown_count", detail, snapshots)
         kept = dict(self._keep_snapshots(chain, snapshots, upto, kv_format))
         # A state that stands elsewhere than its caller says is nobody's.
         state = state and counted in (None, stands_at)
@@ -91,13 +92,22 @@ class Storing:
         report.bytes += sum(added for _, added in kept.values())
         if state and self.needs.state and report.state_at is None and report.reason == "complete":
             report.reason = "state_elsewhere"
-            report.detail = f"the state is that of {counted or stands_at} tokens, not of {upto}"
+            standing = counted or stands_at
+            report.detail = f"the state is that of {standing} tokens, not of {upto}"
+            if standing == upto:
+                report.detail = "the layers hold no state"
         if report.state_at is not None:
             if superseded not in (None, report.state_at):
                 report.dropped_states += drop_at(self._store, chain, superseded)
             if prune:
-                report.dropped_states += drop_superseded(self._store, chain, report.state_at, self.interval, kept)
-        return self._count(report)
+                report.dropped_states += drop_superseded(
+                    self._store, chain, report.state_at, self.interval, kept, prompt_end
+                )
+        return self.count(report)
+
+    def _refuse(self, reason: str, detail: str, snapshots: Snapshots | None) -> StoreReport:
+        missing = dict.fromkeys(snapshots or {}, "rows_missing")
+        return self.count(StoreReport(reason=reason, detail=detail, snapshots=missing))
 
     def _keep_snapshots(
         self, chain: KeyChain, snapshots: Snapshots | None, upto: int, kv_format: KvFormat | None
@@ -124,7 +134,10 @@ class Storing:
                 yield n, ("other_count", 0)
                 continue
             report = record_snapshot(self._store, chain, states, n)
-            yield n, ("kept" if report.reason == "complete" else report.reason, report.bytes)
+            reason = "kept" if report.reason == "complete" else report.reason
+            if reason == "kept" and self.needs.state and report.state_at is None:
+                reason = "no_state"
+            yield n, (reason, report.bytes)
 
     def _check_form(self, states: Sequence[LayerState], kv_format: KvFormat | None) -> None:
         """ValueError for layers that could not be handed out again under these keys."""

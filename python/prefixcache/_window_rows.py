@@ -36,8 +36,10 @@ class WindowRows:
         # Inside a block the rows before n are kept at once: they are in no block of this sequence yet.
         self._seen = n - self._every if n % block_size else n
         self._last = n
-        # How many tokens lay between recent calls, and so may before the next: at first the most that is allowed.
+        # How many tokens lay between recent calls, and so may before the next: at first the most that is allowed, later
+        # half of it at least.
         self._steps: deque[int] = deque([min(self._every, block_size)], maxlen=8)
+        self._least_step = (self._every + 1) // 2
         self._runs: dict[tuple[int | str, ...], _Run] = {}
 
     def due(self, n: int) -> bool:
@@ -47,7 +49,7 @@ class WindowRows:
         """
         self._steps.append(min(n - self._last, self._every))
         self._last = n
-        return bool(self._small) and n - self._seen + max(self._steps) > self._every
+        return bool(self._small) and n - self._seen + max(self._least_step, *self._steps) > self._every
 
     def keep(self, states: Sequence[LayerState], n: int) -> None:
         """Copies the rows of the unfinished block that were added since the last call."""

@@ -44,6 +44,8 @@ _TROUBLE = ("damaged", "lost", "io_error", "no_memory", "structure_mismatch", "q
 # Requests in flight that may share the hashing of a prompt.
 _REMEMBERED_CHAINS = 8
 _MOST_SPARE = 1 << 30
+# Tokens that a further recurrent state must save.
+_LEAST_GAIN = 64
 # What a block file may hold.
 _MOST_BLOCK_SIZE = 1 << 20
 _NAMESPACE = re.compile(r"[A-Za-z0-9._-]{1,128}")
@@ -229,7 +231,7 @@ class PrefixCache:
             remaining=tokens.slice(restored.n, total) if isinstance(tokens, TokenBuffer) else tokens[restored.n :],
             reason=restored.reason,
             diverged_at=restored.diverged_at,
-            checkpoint=restored.rows_to if self._needs.state and restored.rows_to > restored.n else None,
+            checkpoint=self._wanted_checkpoint(restored),
             tiers=restored.tiers,
             bytes=restored.bytes,
             seconds=time.perf_counter() - started,
@@ -345,6 +347,12 @@ class PrefixCache:
                 self._chains.append(chain)
         return chain
 
+    def _wanted_checkpoint(self, restored: Restored) -> int | None:
+        """Where a state would make later hits longer, unless by few tokens: a state has the bytes of many rows."""
+        gain = restored.rows_to - restored.n
+        worth = gain >= min(self._block_size, _LEAST_GAIN) or (gain > 0 and restored.n == 0)
+        return restored.rows_to if self._needs.state and worth else None
+
     def _count_fetch(self, hit: Hit, total: int) -> None:
         with self._lock:
             self._counts["fetches"] += 1
@@ -362,7 +370,8 @@ class PrefixCache:
         with self._lock:
             self._counts["stores"] += 1
             self._counts["stored_bytes"] += report.bytes
-            self._counts["stored_states"] += report.state_at is not None
+            self._counts["stored_states"] += report.state_bytes > 0
+            self._counts["stored_states"] += list(report.snapshots.values()).count("kept") if self._needs.state else 0
             self._counts["dropped_states"] += report.dropped_states
             self._store_reasons[report.reason] += 1
             self._snapshot_reasons.update(report.snapshots.values())

@@ -208,7 +208,9 @@ class TestMisuse:
         with pytest.raises(ValueError, match="n is 40, but only 38 tokens are known"):
             recorder.advance(40, tokens=[1])
         assert not cache.fetch(PROMPT)
-        assert recorder.advance(40, tokens=[2, 3]).stored_tokens == 40
+        # What was refused has added nothing.
+        assert recorder.advance(40, tokens=[1, 2, 3]).stored_tokens == 40
+        assert cache.fetch([*PROMPT, 1, 2, 3, 4]).cached_tokens == 40
 
     def test_beyond_what_the_caches_hold(self, cache: PrefixCache) -> None:
         recorder = cache.record(PROMPT, filled(PROMPT[:20]))

@@ -136,7 +136,9 @@ def test_a_ring_at_every_phase(tmp_path: Path, phase: int, keep: int) -> None:
         feed(caches, tokens[:5], 0)
         for position in range(5, len(tokens)):
             feed(caches, [tokens[position]], position)
-        assert cache.store(tokens, caches).reason == "complete"
+        report = cache.store(tokens, caches)
+        assert report.reason == "rows_gone"
+        assert "blocks, the first at token 0, have not all rows of their windows" in report.detail
         hit = cache.fetch([*tokens, 1])
         assert hit.cached_tokens == len(tokens)
         check(hit.caches, tokens)
@@ -152,6 +154,8 @@ def test_a_fuller_part_makes_a_shorter_reach_whole(tmp_path: Path) -> None:
             feed(caches, PROMPT[start : start + 8], start)
             recorder.advance(min(start + 8, 75))
         assert cache.fetch([*PROMPT[:40], 99]).cached_tokens == 40
+        # What the ring has lost is there now.
+        assert cache.store(PROMPT, caches).reason == "complete"
 
 
 def test_a_window_that_is_gone_says_so(tmp_path: Path) -> None:
