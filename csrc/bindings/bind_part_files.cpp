@@ -1,6 +1,7 @@
 // bind_part_files.cpp: part_files.h for Python.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -24,13 +25,24 @@ std::optional<NameItem> parse(std::string_view name) {
   return NameItem{to_bytes(found.key), found.parent_prefix, found.depth, found.part};
 }
 
+// A message names the path, which need not be UTF-8.
+Status readable(const Status& status) {
+  const std::string& bytes = status.message();
+  nb::object text = nb::steal(PyUnicode_DecodeUTF8(bytes.data(), nb::ssize_t(bytes.size()), "backslashreplace"));
+  if (!text.is_valid()) throw nb::python_error();
+  return {status.code(), nb::cast<std::string>(text), status.error_number()};
+}
+
 std::pair<Status, PartSummary> check(const nb::bytes& path, bool data) {
   const std::string text(path.c_str(), path.size());
   if (text.find('\0') != std::string::npos) throw nb::value_error("a path holds no zero byte");
   PartSummary summary;
-  nb::gil_scoped_release release;
-  Status status = check_part(Env::posix(), text, data, summary);
-  return {std::move(status), summary};
+  Status status;
+  {
+    nb::gil_scoped_release release;
+    status = check_part(Env::posix(), text, data, summary);
+  }
+  return {readable(status), summary};
 }
 
 std::vector<std::pair<std::size_t, double>> order(const std::vector<std::pair<std::string_view, double>>& parts) {

@@ -20,6 +20,7 @@ from prefixcache.maintenance import AGE_BOUNDS, PARTS, Removal, StoredPart, Summ
 
 _WIDTH_IN_A_PIPE = 160
 _WIDTH_WITH_AGES = 120
+_MOST_ROWS = 1000
 
 
 def printable(text: str) -> str:
@@ -121,7 +122,7 @@ def show_parts(parts: Sequence[StoredPart], limit: int | None) -> None:
 def show_verification(found: Verification) -> None:
     """``verify``: what is wrong, and how much was looked at."""
     table = _table("what", "file", "why")
-    for damage in found.damage:
+    for damage in found.damage[:_MOST_ROWS]:
         _add(table, damage.kind + (", removed" if damage.removed else ""), damage.path, damage.reason)
     lines = [f"{found.checked} of {_count(found.files, 'part')} checked, {format_size(found.checked_bytes)}"]
     if found.gone:
@@ -131,6 +132,8 @@ def show_verification(found: Verification) -> None:
     else:
         kept = sum(not damage.removed for damage in found.damage)
         lines.append(f"{len(found.damage)} wrong, {kept} of them still there")
+    if len(found.damage) > _MOST_ROWS:
+        lines.append(f"the first {_MOST_ROWS} are shown, --json has all")
     show(*([table] if found.damage else []), *lines)
 
 

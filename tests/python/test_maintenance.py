@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import child_environment
 from directories import CHAIN, chain_of, left, real_cache, set_age, tree
 from support import chain_files, check_hit, filled, open_cache, part_files
 from test_damage import DAMAGES, data_bit, header_bit
@@ -477,37 +479,40 @@ class TestGc:
 
 
 WRITER = """
-import sys, time
+import sys, threading
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from support import check_hit, filled, open_cache
+stop = threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
 stored = 0
 with open_cache(Path(sys.argv[2]), ram=0, verify="always") as cache:
     print("open", flush=True)
-    until = time.monotonic() + float(sys.argv[3])
-    while time.monotonic() < until:
+    while not stop.is_set():
         for first in range(5):
             tokens = [first, *range(400, 440 + stored % 40)]
-            report = cache.store(tokens, filled(tokens))
-            assert report.reason == "stored" or report.reason == "complete" or report.bytes == 0, report
+            cache.store(tokens, filled(tokens))
             hit = cache.fetch([*tokens, 1])
             check_hit(hit, [*tokens, 1])
             stored += 1
         cache.flush()
     stats = cache.stats()
-print(stored, stats["corrupt_parts"], stats["write_errors"], stats["degraded"], stats["lost_parts"])
+print(stored, stats["corrupt_parts"], stats["write_errors"], stats["degraded"])
 """
 
 
 def test_beside_a_server_that_writes_and_reads(tmp_path: Path) -> None:
     """Everything at once in another process: no damage is seen, no row is wrong, no write fails."""
     directory = tmp_path / "c"
-    arguments = [sys.executable, "-c", WRITER, str(Path(__file__).parent), str(directory), "4"]
-    server = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(Path(__file__).parent), str(directory)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=child_environment(),
+    )  # fmt: skip
     assert server.stdout is not None
     assert server.stdout.readline() == "open\n"
     removed = checked = rounds = 0
-    while server.poll() is None:
+    until = time.monotonic() + 120
+    while server.poll() is None and time.monotonic() < until:
         found = verify(directory, remove_damaged=True)
         assert found.damage == []
         checked += found.checked
@@ -517,10 +522,12 @@ def test_beside_a_server_that_writes_and_reads(tmp_path: Path) -> None:
         assert result.failed == []
         removed += len(result.parts)
         rounds += 1
-    out, err = server.communicate()
+        if removed > 40 and checked > 40 and rounds > 5:
+            break
+    out, err = server.communicate("")
     assert server.returncode == 0, err[-3000:]
-    stored, corrupt, errors, degraded, lost = out.split()
-    assert (corrupt, errors, degraded) == ("0", "0", "False")
-    assert int(stored) > 20 and int(lost) > 0
-    assert removed > 20 and checked > 20
+    stored, *trouble = out.split()
+    assert trouble == ["0", "0", "False"]
+    assert int(stored) > 0
+    assert removed > 40 and checked > 40 and rounds > 5
     assert verify(directory).sound

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixcache._sizes import parse_size
+from prefixcache._sizes import format_age, format_size, parse_age, parse_size
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,41 @@ def test_any_text_is_a_size_or_refused(text: str) -> None:
         assert 0 <= parse_size(text) <= 2**60
     except ValueError as error:
         assert repr(text) in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(0, 0), (1.5, 1.5), ("0s", 0), ("90s", 90), ("1.5m", 90), (" 12H ", 43200), ("7d", 604800), ("2w", 1209600)],
+)
+def test_good_ages(text: float | str, expected: float) -> None:
+    assert parse_age(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "7", "d", "-1d", "x", "1y", "nand", "infw", "1e30s", "1,5h", -1, True, None, [7], float("nan")]
+)
+def test_bad_ages_are_named(text: Any) -> None:
+    with pytest.raises(ValueError, match="^--older-than is") as error:
+        parse_age(text, "--older-than")
+    assert repr(text) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 KB"), (4 << 20, "4.0 MB"), (3 << 29, "1.5 GB"), (1 << 60, "1048576.0 TB")],
+)
+def test_sizes_are_shown(size: int, expected: str) -> None:
+    assert format_size(size) == expected
+
+
+@given(st.integers(1000, 1 << 60))
+def test_a_shown_size_is_nearly_the_size(size: int) -> None:
+    assert abs(parse_size(format_size(size)) - size) <= size / 18
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(-5, "0 s"), (0, "0 s"), (42.4, "42 s"), (300, "5 min"), (11520, "3.2 h"), (2 * 86400, "2.0 d"), (8e6, "92.6 d")],
+)
+def test_ages_are_shown(seconds: float, expected: str) -> None:
+    assert format_age(seconds) == expected
