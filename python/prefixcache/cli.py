@@ -223,6 +223,7 @@ def _ls(chosen: argparse.Namespace) -> int:
 def _part_fields(part: maintenance.StoredPart) -> dict[str, Any]:
     return {
         "namespace": part.namespace,
+        "tier": maintenance.TIER,
         "path": part.path,
         "key": part.key.hex(),
         "part": part.part,

@@ -36,6 +36,7 @@ __all__ = [
     "AGE_BOUNDS",
     "PARTS",
     "TEMP_GRACE_SECONDS",
+    "TIER",
     "Contents",
     "Damage",
     "Group",
@@ -53,6 +54,9 @@ __all__ = [
 ]
 
 PARTS = tuple(part.name for part in Part)
+
+TIER = "disk"
+"""The tier that a directory is. What a cache holds in RAM only that cache knows."""
 
 # Of one file, while others put new ones in its place.
 _MOST_READS = 5
@@ -132,7 +136,7 @@ def summary(
     now = time.time()
     groups: dict[tuple[str, str], Group] = {}
     for part in contents.parts:
-        group = groups.setdefault((part.namespace, part.part), Group(part.namespace, "disk", part.part))
+        group = groups.setdefault((part.namespace, part.part), Group(part.namespace, TIER, part.part))
         group.add(part.bytes, max(now - part.modified, 0.0))
     result = Summary(
         directory=contents.directory,
