@@ -18,7 +18,12 @@ struct Image {
   std::shared_ptr<Buffer> buffer;
   std::uint64_t data_bytes = 0;
 
-  std::span<const std::uint8_t> data() const { return {buffer->data(), static_cast<std::size_t>(data_bytes)}; }
+  // What it takes of a pool: nothing where it has no tensors, and then it has no buffer.
+  std::uint64_t memory() const { return data_bytes == 0 ? 0 : BufferPool::rounded(data_bytes); }
+  std::uint64_t held() const { return buffer == nullptr ? 0 : buffer->size(); }
+  std::span<const std::uint8_t> data() const {
+    return {data_bytes == 0 ? nullptr : buffer->data(), static_cast<std::size_t>(data_bytes)};
+  }
 };
 
 }  // namespace prefixcache::store

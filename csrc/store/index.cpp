@@ -104,9 +104,10 @@ void Index::touch(PartRecord& record) {
   }
 }
 
-std::vector<Entry*> Index::children(std::uint64_t parent_prefix) const {
+const std::vector<Entry*>& Index::children(std::uint64_t parent_prefix) const {
+  static const std::vector<Entry*> none;
   const auto found = children_.find(parent_prefix);
-  return found == children_.end() ? std::vector<Entry*>{} : found->second;
+  return found == children_.end() ? none : found->second;
 }
 
 std::vector<PartRecord*> Index::all() const {

@@ -103,7 +103,7 @@ class Index {
   // of a window and states do not need the same part of the blocks before them: each has its own age.
   void touch(PartRecord& record);
 
-  std::vector<Entry*> children(std::uint64_t parent_prefix) const;
+  const std::vector<Entry*>& children(std::uint64_t parent_prefix) const;
   std::vector<PartRecord*> all() const;
   std::size_t part_count() const { return part_count_; }
   std::size_t ram_count() const { return ram_.order().size(); }

@@ -51,9 +51,10 @@ bool NeededParts::continued(const PartRecord& record) const {
   const Entry& entry = *record.entry;
   if (entry.text == nullptr || !entry.parent_known || entry.depth >= header.depth) return false;
   // Its place is large enough: the newcomer, which has its rows, can take it over.
-  const Buffer* place = record.image == nullptr ? nullptr : record.image->buffer.get();
-  const bool same_part = record.part == header.part && entry.parent == header.parent;
-  if (same_part && place != nullptr && place->size() >= BufferPool::rounded(newcomer_.data_bytes)) return false;
+  if (record.part == header.part && entry.parent == header.parent && record.image != nullptr &&
+      record.image->held() >= BufferPool::rounded(newcomer_.data_bytes)) {
+    return false;
+  }
   return begins_with(header.tokens, header.content, entry.text->tokens, entry.text->content, entry.depth);
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 
@@ -60,6 +61,7 @@ class StoreImpl : public BlockStore {
   void load_index();
 
   // put
+  void find_unless_known(const PutRequest& request);
   bool already_there(const PutRequest& request);
   std::shared_ptr<Buffer> acquire_buffer(const Image& image);
   // What leaves this tier to make room for `newcomer`: the oldest part, of a chain its deepest block. Null if only the
@@ -82,7 +84,10 @@ class StoreImpl : public BlockStore {
   std::shared_ptr<const BlockText> text_of(const Key& key, const Key& parent, Part part);
   // Reads the header of a file whose rows are not known yet. False if there is no such part (any more).
   bool rows_of(const Key& key, Part part, std::int64_t& row_lo, std::int64_t& row_hi);
-  std::vector<std::pair<Key, Part>> children_with(const Key& parent, std::span<const Part> any_of) const;
+  // Calls visit(entry, text) for each block stored under `parent` that has one of the parts, with the mutex held. Reads
+  // the headers of those whose text is not known yet, of `first` first and of a bounded number at a time.
+  void visit_children(const Key& parent, std::span<const Part> any_of, const Key* first,
+                      const std::function<void(const Entry&, const BlockText&)>& visit);
   // The block of `parent` in which the most of rows up to `n` can be had, and how far.
   Point window_in_block(const ChainView& chain, const WindowReach& reach, std::int64_t n);
 

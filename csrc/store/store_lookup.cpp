@@ -7,11 +7,7 @@
 
 namespace prefixcache::store {
 
-namespace {
-
-constexpr std::size_t kMostChildren = 64;
-
-}  // namespace
+namespace {}  // namespace
 
 std::vector<Presence> StoreImpl::presence(std::span<const Key> keys) const {
   std::vector<Presence> result(keys.size());
@@ -110,22 +106,15 @@ std::vector<Child> StoreImpl::children(const Key& parent) {
 
 ChildMatch StoreImpl::longest_child(const Key& parent, std::int64_t start, std::span<const std::uint32_t> tokens,
                                     std::span<const ContentKey> content, Part part) {
-  std::vector<std::pair<Key, std::int64_t>> candidates;
-  {
-    Lock lock(mutex_);
-    const std::vector<Entry*> entries = index_.children(layout::parent_prefix(parent));
-    for (auto entry = entries.rbegin(); entry != entries.rend() && candidates.size() < kMostChildren; ++entry) {
-      if ((*entry)->parts[static_cast<int>(part)] != nullptr) candidates.emplace_back((*entry)->key, (*entry)->depth);
-    }
-  }
   ChildMatch best;
-  for (const auto& [key, depth] : candidates) {
-    const auto text = text_of(key, parent, part);
-    if (text == nullptr || depth != start + static_cast<std::int64_t>(text->tokens.size())) continue;
-    const std::int64_t rows = common_rows(*text, start, tokens, content);
-    if (rows > best.rows || best.block_rows == 0)
-      best = {key, depth, rows, static_cast<std::int64_t>(text->tokens.size())};
-  }
+  const Part wanted[] = {part};
+  visit_children(parent, wanted, nullptr, [&](const Entry& entry, const BlockText& text) {
+    const auto count = static_cast<std::int64_t>(text.tokens.size());
+    if (entry.depth != start + count) return;
+    const std::int64_t rows = common_rows(text, start, tokens, content);
+    // Of equals the newest, which is the last one visited.
+    if (rows >= best.rows || best.block_rows == 0) best = {entry.key, entry.depth, rows, count};
+  });
   return best;
 }
 

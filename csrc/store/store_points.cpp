@@ -11,8 +11,8 @@ namespace {
 
 // Questions to the disk for parts that another process may have written.
 constexpr int kMostProbes = 8;
-// Of one parent. Newer ones are looked at first.
-constexpr std::size_t kMostChildren = 64;
+// Headers of one parent's blocks that one call reads; the next call reads on.
+constexpr std::size_t kMostHeaders = 64;
 
 constexpr Part kWin[] = {Part::win};
 constexpr Part kState[] = {Part::state};
@@ -53,42 +53,60 @@ bool StoreImpl::rows_of(const Key& key, Part part, std::int64_t& row_lo, std::in
   }
 }
 
-std::vector<std::pair<Key, Part>> StoreImpl::children_with(const Key& parent, std::span<const Part> any_of) const {
-  std::vector<std::pair<Key, Part>> found;
-  Lock lock(mutex_);
-  const std::vector<Entry*> entries = index_.children(layout::parent_prefix(parent));
-  for (auto entry = entries.rbegin(); entry != entries.rend() && found.size() < kMostChildren; ++entry) {
+void StoreImpl::visit_children(const Key& parent, std::span<const Part> any_of, const Key* first,
+                               const std::function<void(const Entry&, const BlockText&)>& visit) {
+  const std::uint64_t prefix = layout::parent_prefix(parent);
+  const auto part_in = [&](const Entry& entry) -> const PartRecord* {
     for (const Part part : any_of) {
-      if ((*entry)->parts[static_cast<int>(part)] == nullptr) continue;
-      found.emplace_back((*entry)->key, part);
-      break;
+      if (entry.parts[static_cast<int>(part)] != nullptr) return entry.parts[static_cast<int>(part)].get();
+    }
+    return nullptr;
+  };
+  std::vector<std::pair<Key, Part>> unknown;
+  {
+    Lock lock(mutex_);
+    const std::vector<Entry*>& entries = index_.children(prefix);
+    for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry) {
+      const PartRecord* record = (*entry)->text != nullptr && (*entry)->parent_known ? nullptr : part_in(**entry);
+      if (record == nullptr) continue;
+      const bool wanted = first != nullptr && (*entry)->key == *first;
+      if (unknown.size() < kMostHeaders || wanted) unknown.emplace_back((*entry)->key, record->part);
     }
   }
-  return found;
+  for (const auto& [key, part] : unknown) text_of(key, parent, part);
+  Lock lock(mutex_);
+  for (const Entry* entry : index_.children(prefix)) {
+    if (entry->text == nullptr || !entry->parent_known || entry->parent != parent) continue;
+    if (part_in(*entry) != nullptr) visit(*entry, *entry->text);
+  }
 }
 
 Point StoreImpl::window_in_block(const ChainView& chain, const WindowReach& reach, std::int64_t n) {
   const std::int64_t i = (n - 1) / chain.block_size;
   const std::int64_t start = i * chain.block_size;
   const Key parent = group_key(parent_of_block(chain, i), reach.group);
+  const bool whole = static_cast<std::size_t>(i) < chain.keys.size();
+  const Key own = whole ? group_key(chain.keys[static_cast<std::size_t>(i)], reach.group) : Key{};
   Point best;
-  const auto consider = [&](const Key& key) {
-    const auto text = text_of(key, parent, Part::win);
-    std::int64_t lo = 0;
-    std::int64_t hi = 0;
-    if (text == nullptr || !rows_of(key, Part::win, lo, hi)) return;
-    const std::int64_t common = common_rows(*text, start, tokens_from(chain, i), chain.content);
+  const auto consider = [&](const Key& key, const BlockText& text, std::int64_t lo, std::int64_t hi) {
+    const std::int64_t common = common_rows(text, start, tokens_from(chain, i), chain.content);
     const std::int64_t reached = std::min({n, start + common, hi});
     if (reached > start && reached > best.n && lo <= std::max(start, reach.first_row(reached))) {
       best = {reached, group_key(key, reach.group)};
     }
   };
   // The block itself, where all of its tokens are known, then whatever else shares its beginning.
-  if (static_cast<std::size_t>(i) < chain.keys.size()) {
-    consider(group_key(chain.keys[static_cast<std::size_t>(i)], reach.group));
+  std::int64_t lo = 0;
+  std::int64_t hi = 0;
+  if (const auto text = whole ? text_of(own, parent, Part::win) : nullptr; text && rows_of(own, Part::win, lo, hi)) {
+    consider(own, *text, lo, hi);
     if (best.n == n) return best;
   }
-  for (const auto& [key, part] : children_with(parent, kWin)) consider(key);
+  visit_children(parent, kWin, nullptr, [&](const Entry& entry, const BlockText& text) {
+    const PartRecord& record = *entry.parts[static_cast<int>(Part::win)];
+    // Where the text is known without a header read since the scan, the rows may not be.
+    if (record.row_lo >= 0) consider(entry.key, text, record.row_lo, record.row_hi);
+  });
   return best;
 }
 
@@ -144,16 +162,15 @@ Point StoreImpl::deepest_state(const ChainView& chain, std::int64_t limit) {
                  (last + 1) * chain.block_size, Part::state);
   }
   for (std::int64_t i = last; i >= 0; --i) {
-    const Key& parent = parent_of_block(chain, i);
     const std::int64_t start = i * chain.block_size;
+    const Key* own =
+        static_cast<std::size_t>(i) < chain.keys.size() ? &chain.keys[static_cast<std::size_t>(i)] : nullptr;
     Point best;
-    for (const auto& [key, part] : children_with(parent, kState)) {
-      const auto text = text_of(key, parent, Part::state);
-      if (text == nullptr) continue;
-      const auto count = static_cast<std::int64_t>(text->tokens.size());
-      if (start + count > limit || start + count <= best.n) continue;
-      if (common_rows(*text, start, tokens_from(chain, i), chain.content) == count) best = {start + count, key};
-    }
+    visit_children(parent_of_block(chain, i), kState, own, [&](const Entry& entry, const BlockText& text) {
+      const auto count = static_cast<std::int64_t>(text.tokens.size());
+      if (start + count > limit || start + count <= best.n) return;
+      if (common_rows(text, start, tokens_from(chain, i), chain.content) == count) best = {start + count, entry.key};
+    });
     if (best.n > 0) return best;
   }
   return {};
@@ -166,16 +183,15 @@ std::int64_t StoreImpl::deepest_fork(const ChainView& chain, std::int64_t limit)
     const Key& parent = parent_of_block(chain, i);
     const std::int64_t start = i * chain.block_size;
     std::int64_t fork = 0;
-    for (const auto& [key, part] : children_with(parent, kRowsOrState)) {
-      const bool ours =
-          static_cast<std::size_t>(i) < chain.keys.size() && key == chain.keys[static_cast<std::size_t>(i)];
-      const auto text = ours ? nullptr : text_of(key, parent, part);
-      if (text == nullptr) continue;
-      const std::int64_t common = common_rows(*text, start, tokens_from(chain, i), chain.content);
-      if (common < static_cast<std::int64_t>(text->tokens.size()) && start + common < limit) {
+    const Key* own =
+        static_cast<std::size_t>(i) < chain.keys.size() ? &chain.keys[static_cast<std::size_t>(i)] : nullptr;
+    visit_children(parent, kRowsOrState, nullptr, [&](const Entry& entry, const BlockText& text) {
+      if (own != nullptr && entry.key == *own) return;
+      const std::int64_t common = common_rows(text, start, tokens_from(chain, i), chain.content);
+      if (common < static_cast<std::int64_t>(text.tokens.size()) && start + common < limit) {
         fork = std::max(fork, start + common);
       }
-    }
+    });
     if (fork > 0) return fork;
   }
   return 0;

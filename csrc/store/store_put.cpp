@@ -84,6 +84,7 @@ std::shared_ptr<Image> make_image(const PutRequest& request) {
 }
 
 void copy_rows(const PutRequest& request, const Image& image, gather::ThreadPool& threads) {
+  if (image.data_bytes == 0) return;
   // Pieces small enough to share between threads, large enough that the sharing costs nothing.
   constexpr std::size_t kPiece = std::size_t{1} << 20;
   struct Piece {
@@ -147,11 +148,11 @@ Status StoreImpl::put(const PutRequest& base, std::uint64_t* added) {
   request.key = group_key(base.key, base.group);
   request.parent = group_key(base.parent, base.group);
   if (closed_) return {StatusCode::Closed, "the store is closed"};
-  if (std::int64_t lo = 0, hi = 0; request.part == Part::win) rows_of(request.key, request.part, lo, hi);
+  find_unless_known(request);
   if (already_there(request)) return Status::ok();
   evaluate(request.slots);
   const auto image = make_image(request);
-  const std::uint64_t cost = BufferPool::rounded(image->data_bytes);
+  const std::uint64_t cost = image->memory();
   const bool to_disk = writer_ != nullptr;
   const auto full = [&](const std::string& why) {
     Lock lock(mutex_);
@@ -160,8 +161,9 @@ Status StoreImpl::put(const PutRequest& base, std::uint64_t* added) {
   };
   if (to_disk && !writer_->reserve(cost, options_.put_wait_seconds)) return full("the write queue is full");
   Reservation reservation{to_disk ? writer_.get() : nullptr, cost};
-  image->buffer = acquire_buffer(*image);
-  if (image->buffer == nullptr) return full("no memory for a part of " + std::to_string(image->data_bytes) + " bytes");
+  if (cost != 0) image->buffer = acquire_buffer(*image);
+  if (cost != 0 && image->buffer == nullptr)
+    return full("no memory for a part of " + std::to_string(image->data_bytes) + " bytes");
   {
     const Copying copying(writer_.get());
     copy_rows(request, *image, threads_);
@@ -183,6 +185,19 @@ bool covers(const PartRecord& record, std::int64_t lo, std::int64_t hi) {
 }
 
 }  // namespace
+
+void StoreImpl::find_unless_known(const PutRequest& request) {
+  // Another process may have stored it, and more rows of it than are offered here.
+  {
+    Lock lock(mutex_);
+    if (const PartRecord* record = index_.find(request.key, request.part); record != nullptr && record->row_lo >= 0)
+      return;
+  }
+  find_on_disk(request.key, request.parent, request.depth, request.part);
+  std::int64_t lo = 0;
+  std::int64_t hi = 0;
+  if (request.part == Part::win) rows_of(request.key, request.part, lo, hi);
+}
 
 bool StoreImpl::already_there(const PutRequest& request) {
   Lock lock(mutex_);
@@ -309,7 +324,7 @@ bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& 
   record.file.reset();
   record.file_is_older = record.on_disk;
   record.waiting = to_disk;
-  if (BufferPool::rounded(image->data_bytes) <= pool_->limit()) index_.add_to_ram(record);
+  if (pool_->limit() != 0 && image->memory() <= pool_->limit()) index_.add_to_ram(record);
   ++stats_.put_parts;
   stats_.put_bytes += image->data_bytes;
   const bool supersedes = !superseded_by(request).empty();

@@ -153,8 +153,8 @@ class PREFIXCACHE_API BlockStore {
   virtual std::vector<Child> children(const Key& parent) = 0;
 
   // The child of `parent` that shares the longest run with `tokens`, which begin at position `start`. `content` holds
-  // the content keys of the whole sequence: rows from where they differ are not counted. At most 64 children, the
-  // newest, are looked at.
+  // the content keys of the whole sequence: rows from where they differ are not counted. Of children in files that
+  // were not read yet, at most 64 headers are read in one call, of the newest first.
   virtual ChildMatch longest_child(const Key& parent, std::int64_t start, std::span<const std::uint32_t> tokens,
                                    std::span<const ContentKey> content, Part part) = 0;
 

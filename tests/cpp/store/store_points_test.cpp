@@ -308,6 +308,78 @@ TEST_F(StorePoints, AWindowsTailGoesWithTheBlockThatHasItsRows) {
   EXPECT_EQ(added, 0u);
 }
 
+// Short chats behind one system prompt: however many end in the block in which it ends, each is found.
+TEST_F(StorePoints, AnyNumberOfChildrenIsSeen) {
+  const Sequence shared(chain(1, 8));
+  const auto one_of_many = [&](std::uint32_t number) {
+    auto tokens = shared.blocks[0].tokens;
+    tokens.back() = 0x10000 + number;
+    return block_under(test_root(), 0, tokens);
+  };
+  constexpr std::uint32_t kMany = 300;
+  auto store = open();
+  const Block fork = shared.ending_at(5);
+  ASSERT_TRUE(put_state(*store, fork).is_ok());
+  ASSERT_TRUE(put_rows(*store, fork, 0, 5).is_ok());
+  for (std::uint32_t i = 0; i < kMany; ++i) {
+    ASSERT_TRUE(put_block(*store, one_of_many(i)).is_ok());
+    ASSERT_TRUE(put_state(*store, one_of_many(i)).is_ok());
+    ASSERT_TRUE(put_rows(*store, one_of_many(i), 0, 8).is_ok());
+  }
+  const auto check = [&] {
+    for (const std::uint32_t i : {0u, 1u, kMany / 2, kMany - 1}) {
+      const Sequence sequence({one_of_many(i)});
+      const auto match = store->longest_child(test_root(), 0, sequence.tokens, {}, Part::kv);
+      EXPECT_EQ(match.rows, 8);
+      EXPECT_EQ(match.key, sequence.keys[0]);
+      EXPECT_EQ(store->deepest_state(sequence.view(), 8).n, 8);
+      EXPECT_EQ(store->deepest_state(sequence.view(), 7).n, 5);
+      EXPECT_EQ(store->deepest_window(sequence.view(), {8, 0, kGroup}, 8).n, 8);
+    }
+    const Sequence another({one_of_many(kMany)});
+    EXPECT_EQ(store->deepest_fork(another.view(), 8), 7);
+    EXPECT_EQ(store->deepest_window(another.view(), {8, 0, kGroup}, 8).n, 7);
+  };
+  check();
+  ASSERT_TRUE(store->close().is_ok());
+  store = open();
+  // A call reads a bounded number of headers: several calls read all.
+  const Sequence first({one_of_many(0)});
+  for (int call = 0; call < 8; ++call) {
+    store->longest_child(test_root(), 0, first.tokens, {}, Part::kv);
+    store->deepest_state(first.view(), 7);
+    store->deepest_window(Sequence({one_of_many(kMany)}).view(), {8, 0, kGroup}, 8);
+  }
+  check();
+}
+
+TEST_F(StorePoints, PartsWithoutSlotsCostNoMemory) {
+  options_.ram_bytes = kPage;
+  options_.write = WritePolicy::ram_only;
+  const auto store = open();
+  const Sequence sequence(chain(200, 4));
+  put_chain(*store, sequence.blocks, {});
+  EXPECT_EQ(store->longest_prefix(sequence.keys, test_root(), 4, Part::kv), 200u);
+  EXPECT_EQ(store->stats().ram_bytes, 0u);
+  const auto gathered = store->gather(testing::request_for(sequence.blocks));
+  EXPECT_TRUE(gathered.status.is_ok());
+  EXPECT_TRUE(gathered.slots.empty());
+}
+
+TEST_F(StorePoints, FullerRowsOfAnotherStoreStay) {
+  const auto first = open();
+  const auto second = open();
+  const Block block = chain(1, 8)[0];
+  ASSERT_TRUE(put_rows(*first, block, 0, 8).is_ok());
+  ASSERT_TRUE(first->flush().is_ok());
+  std::uint64_t added = 1;
+  ASSERT_TRUE(put_rows(*second, block, 5, 8, kGroup, &added).is_ok());
+  EXPECT_EQ(added, 0u);
+  ASSERT_TRUE(second->flush().is_ok());
+  EXPECT_EQ(second->deepest_window(Sequence({block}).view(), {8, 0, kGroup}, 8).n, 8);
+  testing::expect_rows(open()->load(group_key(block.key, kGroup), Part::win), {block}, 0, 8);
+}
+
 TEST_F(StorePoints, OldWindowsGoBeforeTheChain) {
   options_.write = WritePolicy::ram_only;
   options_.ram_bytes = 12 * kPage;
