@@ -4,6 +4,7 @@ include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 configure_file(csrc/include/prefixcache/version.h.in "${PROJECT_BINARY_DIR}/include/prefixcache/version.h" @ONLY)
+include(PrefixcacheKernels)
 
 file(GLOB PREFIXCACHE_SOURCES CONFIGURE_DEPENDS
   csrc/hash/*.cpp csrc/layout/*.cpp csrc/env/*.cpp csrc/gather/*.cpp csrc/store/*.cpp)
