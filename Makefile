@@ -60,7 +60,7 @@ dev: $(VENV)/.ready  ## an editable build: Python from the source tree, the exte
 	  -Ccmake.define.PREFIXCACHE_INPLACE=ON -Ccmake.define.PREFIXCACHE_BUILD_TESTS=ON
 
 PYTHON_FOLDERS := python tests examples benchmarks scripts
-CXX_FILES := $(shell find csrc tests/cpp tests/fuzz examples -name '*.h' -o -name '*.cpp')
+CXX_FILES := $(shell find csrc tests/cpp tests/fuzz tests/gpu examples -name '*.h' -o -name '*.cpp')
 
 lint: $(VENV)/.ready  ## ruff and clang-format over everything
 	@$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
@@ -105,7 +105,7 @@ $(BUILD)/.installed $(OTHER_BUILD)/.installed:
 	@touch $@
 
 # In the package's own build tree, so that the library is compiled once.
-CXX_TESTS := $(wildcard tests/cpp/*/*.cpp tests/cpp/*/*.h tests/cpp/CMakeLists.txt tests/fuzz/*)
+CXX_TESTS := $(wildcard tests/cpp/*/*.cpp tests/cpp/*/*.h tests/cpp/CMakeLists.txt tests/shim/* tests/fuzz/*)
 $(BUILD)/.tests: $(BUILD)/.installed $(CXX_TESTS)
 $(OTHER_BUILD)/.tests: $(OTHER_BUILD)/.installed $(CXX_TESTS)
 $(BUILD)/.tests $(OTHER_BUILD)/.tests:
