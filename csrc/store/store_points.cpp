@@ -91,7 +91,8 @@ Point StoreImpl::window_in_block(const ChainView& chain, const WindowReach& reac
   const auto consider = [&](const Key& key, const BlockText& text, std::int64_t lo, std::int64_t hi) {
     const std::int64_t common = common_rows(text, start, tokens_from(chain, i), chain.content);
     const std::int64_t reached = std::min({n, start + common, hi});
-    if (reached > start && reached > best.n && lo <= std::max(start, reach.first_row(reached))) {
+    // Of equals the newest, which is visited last: the one that longest_child takes for the other rows.
+    if (reached > start && reached >= best.n && lo <= std::max(start, reach.first_row(reached))) {
       best = {reached, group_key(key, reach.group)};
     }
   };
