@@ -11,6 +11,8 @@ OTHER_BUILD := build/mlx031
 BIN = $(VENV)/bin
 # MLX's Linux wheel brings a reference BLAS; a fast one in front of it makes the real model 30 times faster.
 RUN = $(addprefix LD_PRELOAD=,$(firstword $(shell ls /usr/lib/*/openblas-pthread/libopenblas.so.0 2>/dev/null))) PATH="$(CURDIR)/$(BIN):$$PATH"
+# Two files at a time, each with a core.
+PYTEST = OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 SOURCES := $(shell find csrc cmake python metal -type f -not -name '*.pyc' -not -name '*.so' -not -path '*/lib/*' 2>/dev/null) \
   CMakeLists.txt pyproject.toml mlx-lines.json scripts/mlx_lines.py
 # The short form of the other line: every handler, the front door, exact continuation, windows, states and a real model.
@@ -32,10 +34,10 @@ test: test-current test-other  ## every kind of test, the long ones and the othe
 
 test-current: $(BUILD)/.tests $(OTHER_BUILD)/.installed lint  ## what make test runs with the current line of MLX
 	$(RUN) ctest --test-dir $(BUILD) --output-on-failure -j 2
-	$(RUN) $(BIN)/python -m pytest -m "not long"
+	$(RUN) $(PYTEST) -m "not long"
 
 test-other: $(OTHER_BUILD)/.installed  ## what make test runs with the other line of MLX, a short form
-	$(RUN) $(BIN)/python -m pytest -m "not long" $(SHORT)
+	$(RUN) $(PYTEST) -m "not long" $(SHORT)
 
 test-long: test sanitize test-other-long  ## the same at full size for both lines, with sanitizers and fuzzing
 	$(RUN) $(BIN)/python -m pytest -m long
