@@ -31,6 +31,8 @@ STORE_REASONS = frozenset(
     {
         "complete",  # everything that was asked for is stored
         "too_short",  # no token to store
+        "contradictory",  # counted before the error is raised: layers that contradict one another or themselves
+        "not_converted",  # the keys are those of quantised rows, and the rows are still plain
         "unknown_count",  # no layer counts tokens, and the caller did not say how many the caches stand at
         "rows_gone",  # stored, but not all rows of a window were there: it can be taken up at fewer places
         "state_elsewhere",  # rows are stored, but the recurrent state is that of another number of tokens

@@ -13,7 +13,7 @@ from prefixcache._parts import Needs
 from prefixcache._record import record, record_snapshot
 from prefixcache._results import StoreReport
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import common_offset, describe_layers
+from prefixcache.type_registry import common_offset, convertible, describe_layers
 
 Snapshots = Mapping[int, "Sequence[Any] | None"]
 Amend = Callable[[Sequence[LayerState]], Sequence[LayerState]]
@@ -77,6 +77,13 @@ class Storing:
             states = self.describe(caches, kv_format)
         except Unsupported as refusal:
             return self._refuse(refusal.reason, str(refusal), snapshots)
+        except (ValueError, TypeError) as error:
+            # For the caller to see, and for those who see only the counters.
+            self._refuse("contradictory", str(error), snapshots)
+            raise
+        if kv_format is not None and kv_format[2] > 0 and (plain := self._plain_layer(states)) is not None:
+            detail = f"layer {plain} is not quantised yet; before token {kv_format[2]} record without kv_format"
+            return self._refuse("not_converted", detail, snapshots)
         if upto < 1:
             return self._refuse("too_short", "there is no token to store", snapshots)
         counted = common_offset(states)
@@ -104,6 +111,13 @@ class Storing:
                     self._store, chain, report.state_at, self.interval, kept, prompt_end
                 )
         return self.count(report)
+
+    def _plain_layer(self, states: Sequence[LayerState]) -> str | None:
+        """A layer that holds rows in a form that quantisation is yet to change."""
+        for path, state in walk(states):
+            if state.slots and "bits" not in state.meta and convertible(state.type_name):
+                return path
+        return None
 
     def _refuse(self, reason: str, detail: str, snapshots: Snapshots | None) -> StoreReport:
         missing = dict.fromkeys(snapshots or {}, "rows_missing")

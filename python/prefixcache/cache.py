@@ -204,7 +204,8 @@ class PrefixCache:
 
         ``tokens``: a list, tuple, ``array.array``, numpy or MLX integer array of the prompt. ``salt``: who may share
         (None: everybody); ``extra_keys``: ``(start, end, key)`` for what stands behind a range of tokens, such as an
-        image; ``kv_format``: ``(bits, group_size, start)`` of a quantised cache. ``spare``: rows of room behind the
+        image; ``kv_format``: ``(bits, group_size, start)`` of a quantised cache (before token ``start`` its rows are
+        plain: fetch and record them without it). ``spare``: rows of room behind the
         prefix; by default enough for the next prefill chunk and some decoding; 0 for rows to be merged into a batch.
         ``limit``: no longer prefix than this many tokens.
 

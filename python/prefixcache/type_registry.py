@@ -78,6 +78,12 @@ for _entry in mlx_vlm_handlers(handler_named):
     register(*_entry)
 
 
+def convertible(type_name: str) -> bool:
+    """Whether caches of this type have a quantised form of another type."""
+    forms = [handler for handler in _by_name.values() if handler.quantised]
+    return any(type_name in handler.prototypes and type_name != handler.type_name for handler in forms)
+
+
 def describe_layers(caches: Sequence[Any]) -> list[LayerState]:
     """The state of every layer, in order; nothing is evaluated or copied.
 

@@ -18,7 +18,7 @@ from support import ShadowStore, all_arrays, check_hit, coded_rows, filled, make
 from prefixcache import PrefixCache
 
 SALTS = [None, "a", "b", b"a", ("a", 1)]
-FORMATS = [None, (8, 64, 0), (8, 64, 1)]
+FORMATS = [None, (8, 64, 0), (8, 32, 0)]
 Image = tuple[int, int, str]
 
 
@@ -89,7 +89,8 @@ def test_many_threads_on_one_cache(tmp_path: Path) -> None:
             tokens = prompts[number]
             if choose.random() < 0.4:
                 report = cache.store(tokens, donors[number])
-                if report.stored_tokens != len(tokens):
+                # The RAM tier has seven places: all may be in use by the other threads at this moment.
+                if report.stored_tokens != len(tokens) and report.reason != "queue_full":
                     failures.append(f"{number}: {report}")
                 continue
             hit = cache.fetch(tokens)

@@ -20,12 +20,14 @@ class Handler(ABC):
     """Turns caches of one class into ``LayerState`` and back.
 
     ``type_name`` is stored with every part: do not change it once released. ``spare_rows`` says whether a rebuilt
-    cache may be given arrays with more than n rows (the others zero) to grow into. ``prototypes`` names the classes
+    cache may be given arrays with more than n rows (the others zero) to grow into. ``quantised``: a model's plain
+    caches are converted to this type when ``kv_format`` says so. ``prototypes`` names the classes
     of a model's own caches that this stored type may be rebuilt for.
     """
 
     type_name: ClassVar[str]
     spare_rows: ClassVar[bool] = True
+    quantised: ClassVar[bool] = False
     prototypes: ClassVar[tuple[str, ...]]
 
     @abstractmethod

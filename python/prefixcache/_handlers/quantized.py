@@ -23,6 +23,7 @@ class QuantizedKVCacheHandler(Handler):
     """Codes with one scale and one bias for every ``group_size`` numbers of a row (affine quantisation)."""
 
     type_name: ClassVar[str] = "QuantizedKVCache"
+    quantised: ClassVar[bool] = True
     prototypes: ClassVar[tuple[str, ...]] = ("QuantizedKVCache", KVCacheHandler.type_name)
 
     def describe(self, cache: Any, where: str) -> LayerState:

@@ -353,6 +353,23 @@ TEST_F(StorePoints, AnyNumberOfChildrenIsSeen) {
   check();
 }
 
+// Rows that several blocks have come from one of them in all parts: runs may differ in their last bits.
+TEST_F(StorePoints, OfEqualBlocksTheNewestServesAllParts) {
+  const auto store = open();
+  const Sequence shared(chain(1, 8));
+  std::vector<Block> blocks;
+  for (std::uint32_t i = 0; i < 3; ++i) {
+    auto tokens = shared.blocks[0].tokens;
+    tokens[6] = 0x10000 + i;
+    blocks.push_back(block_under(test_root(), 0, tokens));
+    ASSERT_TRUE(put_block(*store, blocks.back()).is_ok());
+    ASSERT_TRUE(put_rows(*store, blocks.back(), 0, 8).is_ok());
+  }
+  const auto tokens = std::span(shared.tokens).first(6);
+  EXPECT_EQ(store->longest_child(test_root(), 0, tokens, {}, Part::kv).key, blocks.back().key);
+  EXPECT_EQ(store->deepest_window(shared.view(), {8, 0, kGroup}, 6).last, blocks.back().key);
+}
+
 TEST_F(StorePoints, PartsWithoutSlotsCostNoMemory) {
   options_.ram_bytes = kPage;
   options_.write = WritePolicy::ram_only;
