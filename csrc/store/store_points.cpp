@@ -26,6 +26,12 @@ std::int64_t checked_limit(const ChainView& chain, std::int64_t limit) {
   return std::min(limit, static_cast<std::int64_t>(chain.tokens.size()));
 }
 
+// The block in which token `limit` - 1 lies, if its parent is known; -1 for no token.
+std::int64_t last_block(const ChainView& chain, std::int64_t limit) {
+  if (limit <= 0) return -1;
+  return std::min((limit - 1) / chain.block_size, static_cast<std::int64_t>(chain.keys.size()));
+}
+
 const Key& parent_of_block(const ChainView& chain, std::int64_t i) {
   return i == 0 ? chain.root : chain.keys[static_cast<std::size_t>(i - 1)];
 }
@@ -157,7 +163,7 @@ Point StoreImpl::deepest_state(const ChainView& chain, std::int64_t limit) {
     asked_for_.states = true;
   }
   if (limit <= 0) return {};
-  const std::int64_t last = std::min((limit - 1) / chain.block_size, static_cast<std::int64_t>(chain.keys.size()));
+  const std::int64_t last = last_block(chain, limit);
   if (static_cast<std::size_t>(last) < chain.keys.size() && (last + 1) * chain.block_size <= limit) {
     find_on_disk(chain.keys[static_cast<std::size_t>(last)], parent_of_block(chain, last),
                  (last + 1) * chain.block_size, Part::state);
@@ -179,8 +185,7 @@ Point StoreImpl::deepest_state(const ChainView& chain, std::int64_t limit) {
 
 std::int64_t StoreImpl::deepest_fork(const ChainView& chain, std::int64_t limit) {
   limit = checked_limit(chain, limit);
-  for (std::int64_t i = limit > 0 ? (limit - 1) / chain.block_size : -1; i >= 0; --i) {
-    if (static_cast<std::size_t>(i) > chain.keys.size()) continue;
+  for (std::int64_t i = last_block(chain, limit); i >= 0; --i) {
     const Key& parent = parent_of_block(chain, i);
     const std::int64_t start = i * chain.block_size;
     std::int64_t fork = 0;

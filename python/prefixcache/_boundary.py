@@ -32,8 +32,8 @@ def deepest_boundary(store: BlockStore, chain: KeyChain, needs: Needs, limit: in
     """The deepest n <= ``limit`` that stored rows, windows and states agree on.
 
     Rows reach as far as tokens agree. From there each window and the states say how far they reach, until none goes
-    further back. Cost: one index look-up a block, a comparison of tokens with at most 64 children of the last block,
-    and for windows and states what lies near the end.
+    further back. Cost: one index look-up a block, a comparison of tokens with the children of the last block, and for
+    windows and states what lies near the end.
     """
     rows = _deepest_rows(store, chain, limit)
     n, why = rows.n, rows.reason

@@ -9,6 +9,7 @@ from prefixcache._core import KeyChain
 from prefixcache._keys import KvFormat
 from prefixcache._layer_state import LayerState
 from prefixcache._results import StoreReport
+from prefixcache._sizes import is_count
 from prefixcache._storing import Storing
 from prefixcache._window_rows import WindowRows
 from prefixcache.errors import Unsupported
@@ -54,9 +55,9 @@ class Recorder:
         chunk: the last block boundary within it, but never behind a place where a state is to be kept; n + most if
         there is no such place in it.
         """
-        if not _is_count(n):
+        if not is_count(n):
             raise ValueError(f"n is {n!r}, expected a number of tokens")
-        if most is not None and (not _is_count(most) or most < 1):
+        if most is not None and (not is_count(most) or most < 1):
             raise ValueError(f"most is {most!r}, expected a number of tokens, 1 or more")
         cut = (n // self._size + 1) * self._size
         if most is not None:
@@ -131,7 +132,8 @@ class Recorder:
         report = StoreReport(stored_tokens=self._stored_blocks * self._size)
         if self._window_rows.due(n):
             try:
-                self._window_rows.keep(self._storing.describe(self._caches, self._kv_format), n)
+                states, _ = self._storing.describe(self._caches, self._kv_format)
+                self._window_rows.keep(states, n)
             except Unsupported as refusal:
                 report.reason, report.detail = refusal.reason, str(refusal)
                 return self._storing.count(report)
@@ -147,11 +149,7 @@ class Recorder:
 
     def _check(self, n: int, new: int = 0) -> None:
         known = len(self._chain.tokens) + new
-        if not _is_count(n):
+        if not is_count(n):
             raise ValueError(f"n is {n!r}, expected a number of tokens")
         if n > known:
             raise ValueError(f"n is {n!r}, but only {known} tokens are known")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

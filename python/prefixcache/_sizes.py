@@ -1,10 +1,15 @@
-"""Sizes and ages as people write and read them."""
+"""Counts, sizes and ages as people write and read them."""
 
 from __future__ import annotations
 
 _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _MOST_SECONDS = 1 << 40
+
+
+def is_count(value: object) -> bool:
+    """Whether this is an int, no bool, of 0 or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def parse_size(size: int | str, what: str = "size") -> int:

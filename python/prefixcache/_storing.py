@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prefixcache._checkpoints import drop_at, drop_superseded
@@ -40,13 +40,14 @@ class Storing:
         self._own = own
         self.count = count
 
-    def describe(self, caches: Sequence[Any], kv_format: KvFormat | None) -> list[LayerState]:
-        """The layers' states. ``Unsupported`` for what no handler knows; ValueError for layers that disagree or have
-        another form than the model's own, TypeError for what are no caches."""
+    def describe(self, caches: Sequence[Any], kv_format: KvFormat | None) -> tuple[list[LayerState], int | None]:
+        """The layers' states, and the tokens that they count, None if none counts. ``Unsupported`` for what no handler
+        knows; ValueError for layers that disagree or have another form than the model's own, TypeError for what are no
+        caches."""
         states = describe_layers(caches)
-        common_offset(states)
+        counted = common_offset(states)
         self._check_form(states, kv_format)
-        return states
+        return states, counted
 
     def store(
         self,
@@ -73,8 +74,9 @@ class Storing:
         the branch that it makes useless (``prompt_end``: see ``drop_superseded``). ``amend`` may add rows to the
         described layers. ``snapshots``: as in ``PrefixCache.store``.
         """
+        snapshots = {} if snapshots is None else snapshots
         try:
-            states = self.describe(caches, kv_format)
+            states, counted = self.describe(caches, kv_format)
         except Unsupported as refusal:
             return self._refuse(refusal.reason, str(refusal), snapshots)
         except (ValueError, TypeError) as error:
@@ -86,12 +88,14 @@ class Storing:
             return self._refuse("not_converted", detail, snapshots)
         if upto < 1:
             return self._refuse("too_short", "there is no token to store", snapshots)
-        counted = common_offset(states)
         stands_at = _standing(counted, uncounted if covers is None and counted is None else covers, upto)
         if stands_at is None:
             detail = "no layer counts tokens: say with covers how many the caches stand at"
             return self._refuse("unknown_count", detail, snapshots)
-        kept = dict(self._keep_snapshots(chain, snapshots, upto, kv_format))
+        kept = {
+            n: self._keep_snapshot(chain, n, snapshots[n], kv_format) if 1 <= n <= upto else ("beyond_tokens", 0)
+            for n in sorted(snapshots)
+        }
         # A state that stands elsewhere than its caller says is nobody's.
         state = state and counted in (None, stands_at)
         report = record(self._store, chain, amend(states), upto, stands_at, first_block, tail, state)
@@ -100,9 +104,8 @@ class Storing:
         if state and self.needs.state and report.state_at is None and report.reason == "complete":
             report.reason = "state_elsewhere"
             standing = counted or stands_at
-            report.detail = f"the state is that of {standing} tokens, not of {upto}"
-            if standing == upto:
-                report.detail = "the layers hold no state"
+            elsewhere = f"the state is that of {standing} tokens, not of {upto}"
+            report.detail = "the layers hold no state" if standing == upto else elsewhere
         if report.state_at is not None:
             if superseded not in (None, report.state_at):
                 report.dropped_states += drop_at(self._store, chain, superseded)
@@ -119,39 +122,28 @@ class Storing:
                 return path
         return None
 
-    def _refuse(self, reason: str, detail: str, snapshots: Snapshots | None) -> StoreReport:
-        missing = dict.fromkeys(snapshots or {}, "rows_missing")
+    def _refuse(self, reason: str, detail: str, snapshots: Snapshots) -> StoreReport:
+        missing = dict.fromkeys(snapshots, "rows_missing")
         return self.count(StoreReport(reason=reason, detail=detail, snapshots=missing))
 
-    def _keep_snapshots(
-        self, chain: KeyChain, snapshots: Snapshots | None, upto: int, kv_format: KvFormat | None
-    ) -> Iterator[tuple[int, tuple[str, int]]]:
-        """For each snapshot its token count, what became of it, and the bytes that it added."""
-        for n in sorted(snapshots or {}):
-            if n < 1 or n > upto:
-                yield n, ("beyond_tokens", 0)
-                continue
-            caches = (snapshots or {})[n]
-            if caches is None:
-                yield n, ("missing", 0)
-                continue
-            try:
-                states = self.describe(caches, kv_format)
-                counted = common_offset(states)
-            except Unsupported as refusal:
-                yield n, (refusal.reason, 0)
-                continue
-            except (ValueError, TypeError):
-                yield n, ("contradictory", 0)
-                continue
-            if counted not in (None, n):
-                yield n, ("other_count", 0)
-                continue
-            report = record_snapshot(self._store, chain, states, n)
-            reason = "kept" if report.reason == "complete" else report.reason
-            if reason == "kept" and self.needs.state and report.state_at is None:
-                reason = "no_state"
-            yield n, (reason, report.bytes)
+    def _keep_snapshot(
+        self, chain: KeyChain, n: int, caches: Sequence[Any] | None, kv_format: KvFormat | None
+    ) -> tuple[str, int]:
+        """What became of the snapshot for ``n`` tokens, and the bytes that it added."""
+        if caches is None:
+            return "missing", 0
+        try:
+            states, counted = self.describe(caches, kv_format)
+        except Unsupported as refusal:
+            return refusal.reason, 0
+        except (ValueError, TypeError):
+            return "contradictory", 0
+        if counted not in (None, n):
+            return "other_count", 0
+        report = record_snapshot(self._store, chain, states, n)
+        if report.reason != "complete":
+            return report.reason, report.bytes
+        return "no_state" if self.needs.state and report.state_at is None else "kept", report.bytes
 
     def _check_form(self, states: Sequence[LayerState], kv_format: KvFormat | None) -> None:
         """ValueError for layers that could not be handed out again under these keys."""

@@ -20,7 +20,7 @@ from prefixcache._parts import needs_of
 from prefixcache._recorder import Recorder
 from prefixcache._restore import Restored, restore
 from prefixcache._results import Hit, StoreReport
-from prefixcache._sizes import parse_size
+from prefixcache._sizes import is_count, parse_size
 from prefixcache._storing import Snapshots, Storing
 from prefixcache.errors import Unsupported
 from prefixcache.type_registry import common_offset, describe_layers, handler_named, reaches_of
@@ -120,11 +120,11 @@ class PrefixCache:
 
         ValueError or TypeError for bad options, and for a directory that others can write to.
         """
-        if not _is_count(block_size) or not 1 <= block_size <= _MOST_BLOCK_SIZE:
+        if not is_count(block_size) or not 1 <= block_size <= _MOST_BLOCK_SIZE:
             raise ValueError(f"block_size is {block_size!r}, expected an int, 1..{_MOST_BLOCK_SIZE}")
-        if not _is_count(threads) or threads > 256:
+        if not is_count(threads) or threads > 256:
             raise ValueError(f"threads is {threads!r}, expected an int, 0..256")
-        if not _is_count(state_interval) or state_interval < 1:
+        if not is_count(state_interval) or state_interval < 1:
             raise ValueError(f"state_interval is {state_interval!r}, expected a number of tokens, 1 or more")
         if directory == "":
             raise ValueError("directory is '', expected a path (None only with write='ram_only')")
@@ -214,7 +214,7 @@ class PrefixCache:
         started = time.perf_counter()
         if spare is not None and (type(spare) is not int or not 0 <= spare <= _MOST_SPARE):
             raise ValueError(f"spare is {spare!r}, expected rows, 0..{_MOST_SPARE}")
-        if limit is not None and not _is_count(limit):
+        if limit is not None and not is_count(limit):
             raise ValueError(f"limit is {limit!r}, expected a number of tokens")
         chain = self._chain(tokens, salt, extra_keys, kv_format)
         total = len(chain.tokens)
@@ -287,7 +287,7 @@ class PrefixCache:
         ValueError or TypeError, naming the layer, for objects that are no caches, layers that disagree, several
         sequences in one cache, and for more tokens than rows. Nothing stored is harmed.
         """
-        if covers is not None and not _is_count(covers):
+        if covers is not None and not is_count(covers):
             raise ValueError(f"covers is {covers!r}, expected a number of tokens")
         _check_snapshots(snapshots)
         chain = self._chain(tokens, salt, extra_keys, kv_format)
@@ -387,10 +387,6 @@ class PrefixCache:
 
         error = self._store.stats()["last_error"]
         logging.getLogger("prefixcache").warning("%s: %s (%s); from now on see stats()", what, reason, error)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _check_snapshots(snapshots: object) -> None:

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from prefixcache._layer_state import LayerState, Reach, Slot, decode_structure, encode_structure, unflatten, walk
 from prefixcache.type_registry import handler_named
+
+
+def same(left: Any, right: Any) -> bool:
+    """Bit for bit: type, shape, dtype and bytes."""
+    if not isinstance(left, mx.array) or not isinstance(right, mx.array):
+        return type(left) is type(right) and bool(left == right)
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if left.size == 0:
+        return True
+    return bool(mx.array_equal(left.reshape(-1).view(mx.uint8), right.reshape(-1).view(mx.uint8)).item())
 
 
 class RowsMissing(LookupError):

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from handler_cases import CASES, HandlerCase, leaves, no_change
-from parts import RowsMissing, through_parts
+from parts import RowsMissing, same, through_parts
 
 from prefixcache._layer_state import BOUNDARY, LayerState, decode_structure, encode_structure, flatten, unflatten, walk
 from prefixcache.errors import Unsupported
@@ -81,17 +81,6 @@ def _all_fields(cache: Any) -> list[Any]:
     return [type(cache), vars(cache).keys(), [_all_fields(child) for child in getattr(cache, "caches", ())]]
 
 
-def _same(left: Any, right: Any) -> bool:
-    """Bit for bit: type, shape, dtype and bytes."""
-    if not isinstance(left, mx.array) or not isinstance(right, mx.array):
-        return type(left) is type(right) and bool(left == right)
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    if left.size == 0:
-        return True
-    return _bytes(left) == _bytes(right)
-
-
 def _bytes(array: mx.array) -> bytes:
     # Python has no bfloat16.
     return memoryview(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array).tobytes()
@@ -118,7 +107,7 @@ def _check_play(case: HandlerCase, cache: Any, reference: Any, n: int, counts: P
     mx.eval([value for _, value in (*seen, *expected) if isinstance(value, mx.array)])
     assert [what for what, _ in seen] == [what for what, _ in expected]
     for (what, left), (_, right) in zip(seen, expected, strict=True):
-        assert _same(left, right), what
+        assert same(left, right), what
 
 
 def test_every_handler_is_covered() -> None:
@@ -183,7 +172,7 @@ def test_donor_and_prototype_stay_as_they_are(case: HandlerCase) -> None:
     (rebuilt,) = rebuild_layers([prototype], through_parts(describe_layers([donor]), 260, 8), 260)
     list(_play(case, rebuilt, 260, CHUNKS))
     assert [id(leaf) for leaf in _all_leaves(donor)] == identities
-    assert all(_same(a, b) for a, b in zip(_all_leaves(donor), _all_leaves(before), strict=True))
+    assert all(same(a, b) for a, b in zip(_all_leaves(donor), _all_leaves(before), strict=True))
     _check_play(case, donor, before, 260, SINGLES)
     assert fresh == (_all_fields(prototype), _all_leaves(prototype), getattr(prototype, "offset", None))
 

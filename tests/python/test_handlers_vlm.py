@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from handler_cases_vlm import CASES, Case, arrays_of
-from parts import through_parts
+from parts import same, through_parts
 
 from prefixcache._layer_state import (
     BOUNDARY,
@@ -38,17 +38,6 @@ def case(request: pytest.FixtureRequest) -> Case:
 def rebuild(case: Case, donor: Any, n: int, spare: int = 0) -> Any:
     (cache,) = rebuild_layers([case.fresh()], through_parts(describe_layers([donor]), n, spare), n)
     return cache
-
-
-def same(left: Any, right: Any) -> bool:
-    """Bit for bit: type, shape, dtype and bytes."""
-    if not isinstance(left, mx.array) or not isinstance(right, mx.array):
-        return type(left) is type(right) and bool(left == right)
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    if left.size == 0:
-        return True
-    return bool(mx.array_equal(left.reshape(-1).view(mx.uint8), right.reshape(-1).view(mx.uint8)).item())
 
 
 def check_same_play(case: Case, cache: Any, reference: Any, n: int, steps: tuple[int, ...] = ()) -> None:

@@ -40,7 +40,7 @@ class ChunkedKVCacheHandler(Handler):
     def describe(self, cache: Any, where: str) -> LayerState:
         check_fields(cache, _FIELDS, where)
         offset, start = token_count(cache, where), whole_number(cache, "start_position", 0, where)
-        meta = {"chunk_size": _chunk_size(cache, where)}
+        meta = {"chunk_size": self._chunk_size(cache, where)}
         arrays = {"keys": cache.keys, "values": cache.values}
         if start > offset:
             raise ValueError(f"{where}: start_position {start} is beyond offset {offset}")
@@ -53,18 +53,18 @@ class ChunkedKVCacheHandler(Handler):
 
     def reaches(self, cache: Any, where: str) -> frozenset[Reach]:
         check_fields(cache, _FIELDS, where)
-        return frozenset({window_of(_chunk_size(cache, where))})
+        return frozenset({window_of(self._chunk_size(cache, where))})
 
     def rebuild(self, prototype: Any, state: LayerState, n: int, where: str) -> Any:
         self.check_prototype(prototype, where)
-        chunk_size = _chunk_size(prototype, where)
+        chunk_size = self._chunk_size(prototype, where)
         same_settings(state, {"chunk_size": chunk_size}, where)
         arrays = stored_arrays(state, _SLOTS, min(n, chunk_size), where)
         cache = type(prototype)(chunk_size)
         if arrays:
             first = max(0, n - chunk_size)
             cache.offset, cache.start_position = n, first
-            if _counts_padding(prototype):
+            if self._counts_padding(prototype):
                 end = -(-n // prototype.step) * prototype.step
                 cache.start_position = max(0, end - chunk_size)
                 arrays = {
@@ -75,20 +75,19 @@ class ChunkedKVCacheHandler(Handler):
             setattr(cache, name, array)
         return cache
 
+    def _counts_padding(self, cache: Any) -> bool:
+        # This attribute went with the release that mended the cut.
+        return hasattr(cache, "meta_state")
 
-def _counts_padding(cache: Any) -> bool:
-    # This attribute went with the release that mended the cut.
-    return hasattr(cache, "meta_state")
-
-
-def _chunk_size(cache: Any, where: str) -> int:
-    chunk_size = whole_number(cache, "chunk_size", 1, where)
-    if _counts_padding(cache) and chunk_size % cache.step:
-        raise Unsupported(
-            "unsupported_type",
-            f"{where}: this mlx-lm loses rows of chunks that are no multiple of {cache.step}, and of {chunk_size} too",
-        )
-    return chunk_size
+    def _chunk_size(self, cache: Any, where: str) -> int:
+        chunk_size = whole_number(cache, "chunk_size", 1, where)
+        if self._counts_padding(cache) and chunk_size % cache.step:
+            raise Unsupported(
+                "unsupported_type",
+                f"{where}: this mlx-lm loses rows of chunks that are no multiple of {cache.step}, "
+                f"and of {chunk_size} too",
+            )
+        return chunk_size
 
 
 def _between(array: mx.array, first: int, stop: int, padding: int) -> mx.array:

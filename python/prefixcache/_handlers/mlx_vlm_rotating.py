@@ -10,8 +10,6 @@ from prefixcache._handlers.base import (
     check_fields,
     check_rows,
     is_empty,
-    same_settings,
-    stored_arrays,
     token_count,
     whole_number,
 )
@@ -54,21 +52,15 @@ class BufferedRotatingKVCacheHandler(RotatingKVCacheHandler):
         return super().reaches(_as_rotating(cache), where)
 
     def rebuild(self, prototype: Any, state: LayerState, n: int, where: str) -> Any:
-        self.check_prototype(prototype, where)
-        (reach,) = self.reaches(prototype, where)
-        same_settings(state, _meta(reach), where)
-        held = min(n, reach.window)
-        arrays = stored_arrays(state, _SLOTS, held, where)
-        cache = type(prototype)(reach.window, reach.keep, whole_number(prototype, "buffer_size", 0, where))
-        for name, array in arrays.items():
-            # Where rows are kept, an append would throw some away to make a longer buffer fit.
-            if array.shape[-2] > reach.window:
-                raise ValueError(f"{where}: {name} must have at most {reach.window} rows, got shape {array.shape}")
-            setattr(cache, name, array)
-        if arrays:
-            cache.offset, cache._idx = n, held
-            cache.start_position = 0 if reach.keep else n - held
+        cache = super().rebuild(prototype, state, n, where)
+        if cache.keys is not None:
+            cache.start_position = 0 if cache.keep else n - cache._idx
         return cache
+
+    def _fresh(self, prototype: Any, where: str) -> Any:
+        check_fields(prototype, _FIELDS, where)
+        buffer_size = whole_number(prototype, "buffer_size", 0, where)
+        return type(prototype)(prototype.max_size, prototype.keep, buffer_size)
 
 
 class VlmChunkedKVCacheHandler(ChunkedKVCacheHandler):
@@ -76,24 +68,8 @@ class VlmChunkedKVCacheHandler(ChunkedKVCacheHandler):
 
     type_name: ClassVar[str] = "mlx_vlm.ChunkedKVCache"
 
-    def describe(self, cache: Any, where: str) -> LayerState:
-        return super().describe(SimpleNamespace(**vars(cache)), where)
-
-    def reaches(self, cache: Any, where: str) -> frozenset[Reach]:
-        return super().reaches(SimpleNamespace(**vars(cache)), where)
-
-    def rebuild(self, prototype: Any, state: LayerState, n: int, where: str) -> Any:
-        self.check_prototype(prototype, where)
-        chunk_size = whole_number(prototype, "chunk_size", 1, where)
-        same_settings(state, {"chunk_size": chunk_size}, where)
-        held = min(n, chunk_size)
-        arrays = stored_arrays(state, _SLOTS, held, where)
-        cache = type(prototype)(chunk_size)
-        for name, array in arrays.items():
-            setattr(cache, name, array)
-        if arrays:
-            cache.offset, cache.start_position = n, n - held
-        return cache
+    def _counts_padding(self, cache: Any) -> bool:
+        return False
 
 
 def _as_rotating(cache: Any) -> SimpleNamespace:

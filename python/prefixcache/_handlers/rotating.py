@@ -56,7 +56,7 @@ class RotatingKVCacheHandler(Handler):
         same_settings(state, meta, where)
         held = min(n, meta["max_size"])
         arrays = stored_arrays(state, _SLOTS, held, where)
-        cache = type(prototype)(meta["max_size"], meta["keep"])
+        cache = self._fresh(prototype, where)
         for name, array in arrays.items():
             # An append would throw rows away to make a longer buffer fit.
             if array.shape[-2] > meta["max_size"]:
@@ -65,6 +65,10 @@ class RotatingKVCacheHandler(Handler):
         if arrays:
             cache.offset, cache._idx = n, held
         return cache
+
+    def _fresh(self, prototype: Any, where: str) -> Any:
+        """An empty cache with the settings of ``prototype``, which were checked."""
+        return type(prototype)(prototype.max_size, prototype.keep)
 
 
 def _settings(cache: Any, where: str) -> dict[str, int]:

@@ -17,35 +17,17 @@ using testing::chain;
 using testing::kPage;
 using testing::one_page;
 using testing::put_block;
+using testing::put_state;
+using testing::put_window;
+using testing::tail_of;
 using testing::test_root;
 
 constexpr std::uint64_t kGroup = 0xfedcba9876543210;
 constexpr WindowReach kWindow{8, 0, kGroup};  // two blocks of four tokens
 
 // Every part takes one page, however many rows it has.
-Status put_window(BlockStore& store, const Block& block) {
-  const auto array = testing::array_of(one_page()[0], {block}, block.start(), block.depth);
-  const std::vector<SlotInput> slots = {{"keys", array, 0, block.start()}};
-  PutRequest request;
-  request.key = block.key;
-  request.parent = block.parent;
-  request.depth = request.row_hi = block.depth;
-  request.row_lo = block.start();
-  request.part = Part::win;
-  request.tokens = block.tokens;
-  request.slots = slots;
-  request.group = kGroup;
-  return store.put(request);
-}
-
-Status put_state(BlockStore& store, const Block& block) {
-  const std::vector<testing::SlotSpec> specs = {{"1/0", mlx::core::float32, {3}, kNoSeqAxis}};
-  return put_block(store, block, specs, "", nullptr, Part::state);
-}
-
-// The first `count` tokens of a block.
-Block tail_of(const Block& block, long count) {
-  return block_under(block.parent, block.start(), {block.tokens.begin(), block.tokens.begin() + count});
+Status put_page_of_window(BlockStore& store, const Block& block) {
+  return put_window(store, block, block.start(), block.depth, kGroup, one_page());
 }
 
 class NeededParts : public testing::StoreFixture {
@@ -87,7 +69,7 @@ TEST_F(NeededParts, AWindowStaysWhereItsChainEnds) {
   const auto store = open_for_pages(12);
   std::int64_t reached = 0;
   for (const auto& block : blocks_) {
-    if (put_block(*store, block, one_page()).is_ok()) put_window(*store, block);
+    if (put_block(*store, block, one_page()).is_ok()) put_page_of_window(*store, block);
     const std::int64_t now = ask(*store);
     EXPECT_GE(now, reached);
     reached = now;
@@ -100,12 +82,12 @@ TEST_F(NeededParts, AWindowStaysWhereItsChainEnds) {
 TEST_F(NeededParts, AnotherChainIsNotKeptForThisOne) {
   const auto store = open_for_pages(12);
   for (const auto& block : blocks_) {
-    if (put_block(*store, block, one_page()).is_ok()) put_window(*store, block);
+    if (put_block(*store, block, one_page()).is_ok()) put_page_of_window(*store, block);
   }
   const auto other = chain(6, 4, 7);
   for (const auto& block : other) {
     EXPECT_TRUE(put_block(*store, block, one_page()).is_ok());
-    EXPECT_TRUE(put_window(*store, block).is_ok());
+    EXPECT_TRUE(put_page_of_window(*store, block).is_ok());
   }
 }
 
@@ -113,10 +95,10 @@ TEST_F(NeededParts, SiblingsThatGoOnOtherwiseMakeRoom) {
   const auto store = open_for_pages(4);
   ASSERT_TRUE(put_block(*store, blocks_[0], one_page()).is_ok());
   for (std::uint32_t i = 0; i < 3; ++i) {
-    ASSERT_TRUE(put_window(*store, block_under(blocks_[1].parent, 4, {100 + i, 3})).is_ok());
+    ASSERT_TRUE(put_page_of_window(*store, block_under(blocks_[1].parent, 4, {100 + i, 3})).is_ok());
   }
   EXPECT_TRUE(put_block(*store, blocks_[1], one_page()).is_ok());
-  EXPECT_TRUE(put_window(*store, blocks_[1]).is_ok());
+  EXPECT_TRUE(put_page_of_window(*store, blocks_[1]).is_ok());
   EXPECT_EQ(store->stats().evicted_ram_parts, 2u);
 }
 

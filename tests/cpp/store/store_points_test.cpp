@@ -22,6 +22,7 @@ using testing::kPage;
 using testing::one_page;
 using testing::put_block;
 using testing::put_chain;
+using testing::put_state;
 using testing::test_root;
 
 constexpr std::uint64_t kGroup = 0x1234567890abcdef;
@@ -41,10 +42,7 @@ struct Sequence {
   // The block or tail that ends at `n`.
   Block ending_at(std::int64_t n) const {
     const auto i = static_cast<std::size_t>((n - 1) / size());
-    if (blocks[i].depth == n) return blocks[i];
-    const auto count = static_cast<long>(n - blocks[i].start());
-    return block_under(blocks[i].parent, blocks[i].start(),
-                       {blocks[i].tokens.begin(), blocks[i].tokens.begin() + count});
+    return blocks[i].depth == n ? blocks[i] : testing::tail_of(blocks[i], n - blocks[i].start());
   }
 
   std::vector<Block> blocks;
@@ -54,26 +52,7 @@ struct Sequence {
 
 Status put_rows(BlockStore& store, const Block& block, std::int64_t lo, std::int64_t hi, std::uint64_t group = kGroup,
                 std::uint64_t* added = nullptr) {
-  std::vector<SlotInput> slots;
-  for (const auto& spec : testing::two_slots()) {
-    slots.push_back({spec.name, testing::array_of(spec, {block}, lo, hi), spec.seq_axis, lo});
-  }
-  PutRequest request;
-  request.key = block.key;
-  request.parent = block.parent;
-  request.depth = block.depth;
-  request.part = Part::win;
-  request.row_lo = lo;
-  request.row_hi = hi;
-  request.tokens = block.tokens;
-  request.slots = slots;
-  request.group = group;
-  return store.put(request, added);
-}
-
-Status put_state(BlockStore& store, const Block& block) {
-  const std::vector<testing::SlotSpec> specs = {{"1/0", mlx::core::float32, {3}, kNoSeqAxis}};
-  return put_block(store, block, specs, "", nullptr, Part::state);
+  return testing::put_window(store, block, lo, hi, group, testing::two_slots(), added);
 }
 
 PartInfo window_info(const BlockStore& store, const Block& block, std::uint64_t group = kGroup) {
@@ -191,8 +170,8 @@ TEST_F(StorePoints, TheStateThatReachesFurthest) {
         if (wanted == 0) continue;
         const Block block = sequence.ending_at(wanted);
         EXPECT_EQ(point.last, block.key);
-        const std::vector<testing::SlotSpec> specs = {{"1/0", mlx::core::float32, {3}, kNoSeqAxis}};
-        testing::expect_rows(store->load(point.last, Part::state), {block}, block.start(), block.depth, -1, specs);
+        testing::expect_rows(store->load(point.last, Part::state), {block}, block.start(), block.depth, -1,
+                             testing::one_state());
       }
       ASSERT_TRUE(store->close().is_ok());
       store = open();
@@ -404,18 +383,7 @@ TEST_F(StorePoints, OldWindowsGoBeforeTheChain) {
   const Sequence sequence(chain(8, 4));
   for (const auto& block : sequence.blocks) {
     ASSERT_TRUE(put_block(*store, block, one_page()).is_ok());
-    PutRequest request;
-    const auto array = testing::array_of(one_page()[0], {block}, block.start(), block.depth);
-    const std::vector<SlotInput> slots = {{"keys", array, 0, block.start()}};
-    request.key = block.key;
-    request.parent = block.parent;
-    request.depth = request.row_hi = block.depth;
-    request.row_lo = block.start();
-    request.part = Part::win;
-    request.tokens = block.tokens;
-    request.slots = slots;
-    request.group = kGroup;
-    ASSERT_TRUE(store->put(request).is_ok());
+    ASSERT_TRUE(testing::put_window(*store, block, block.start(), block.depth, kGroup, one_page()).is_ok());
   }
   // 16 parts, room for 12: the four oldest windows made room, no row of the chain.
   EXPECT_EQ(store->longest_prefix(sequence.keys, test_root(), 4, Part::kv), 8u);

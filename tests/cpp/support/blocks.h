@@ -165,6 +165,39 @@ inline Status put_block(BlockStore& store, const Block& block, const std::vector
   return store.put(request, added);
 }
 
+// Stores rows [lo, hi) of a block as those of a window.
+inline Status put_window(BlockStore& store, const Block& block, std::int64_t lo, std::int64_t hi, std::uint64_t group,
+                         const std::vector<SlotSpec>& specs = two_slots(), std::uint64_t* added = nullptr) {
+  std::vector<SlotInput> slots;
+  for (const auto& spec : specs) {
+    slots.push_back({spec.name, array_of(spec, {block}, lo, hi), spec.seq_axis, lo});
+  }
+  PutRequest request;
+  request.key = block.key;
+  request.parent = block.parent;
+  request.depth = block.depth;
+  request.part = Part::win;
+  request.row_lo = lo;
+  request.row_hi = hi;
+  request.tokens = block.tokens;
+  request.slots = slots;
+  request.group = group;
+  return store.put(request, added);
+}
+
+// Stores a small array as the state at the end of a block.
+inline std::vector<SlotSpec> one_state() {
+  return {{"1/0", mlx::core::float32, {3}, kNoSeqAxis}};
+}
+inline Status put_state(BlockStore& store, const Block& block) {
+  return put_block(store, block, one_state(), "", nullptr, Part::state);
+}
+
+// The first `count` tokens of a block.
+inline Block tail_of(const Block& block, std::int64_t count) {
+  return block_under(block.parent, block.start(), {block.tokens.begin(), block.tokens.begin() + count});
+}
+
 inline void put_chain(BlockStore& store, const std::vector<Block>& blocks,
                       const std::vector<SlotSpec>& specs = two_slots()) {
   for (const auto& block : blocks) {
