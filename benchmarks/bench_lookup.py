@@ -20,7 +20,7 @@ from prefixcache._core import BlockStore, KeyChain
 from prefixcache._keys import key_chain
 from prefixcache._parts import Needs, needs_of
 from prefixcache._record import record
-from prefixcache.type_registry import describe_layers, reaches_of
+from prefixcache._registry import describe_layers, reaches_of
 
 TOKENS = 131_072
 WINDOWS = (1024, 4096)

@@ -13,8 +13,8 @@ from prefixcache._boundary import Boundary, deepest_boundary
 from prefixcache._core import BlockStore, Gathered, KeyChain, Part, StatusCode, group_key
 from prefixcache._layer_state import LayerState, Reach, decode_structure, flatten, unflatten
 from prefixcache._parts import Needs, head_group, window_group
+from prefixcache._registry import rebuild_layers
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import rebuild_layers
 
 _REASONS = {
     StatusCode.NOT_FOUND: "lost",

@@ -11,9 +11,9 @@ from prefixcache._keys import KvFormat
 from prefixcache._layer_state import LayerState, walk
 from prefixcache._parts import Needs
 from prefixcache._record import record, record_snapshot
+from prefixcache._registry import common_offset, convertible, describe_layers
 from prefixcache._results import StoreReport
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import common_offset, convertible, describe_layers
 
 Snapshots = Mapping[int, "Sequence[Any] | None"]
 Amend = Callable[[Sequence[LayerState]], Sequence[LayerState]]

@@ -18,12 +18,12 @@ from prefixcache._keys import KvFormat, Salt, key_chain
 from prefixcache._layer_state import LayerState, encode_structure, walk
 from prefixcache._parts import needs_of
 from prefixcache._recorder import Recorder
+from prefixcache._registry import common_offset, describe_layers, handler_named, reaches_of
 from prefixcache._restore import Restored, restore
 from prefixcache._results import Hit, StoreReport
 from prefixcache._sizes import is_count, parse_size
 from prefixcache._storing import Snapshots, Storing
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import common_offset, describe_layers, handler_named, reaches_of
 
 ContentKeys = Iterable[tuple[int, int, Salt]]
 

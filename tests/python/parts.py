@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from prefixcache._layer_state import LayerState, Reach, Slot, decode_structure, encode_structure, unflatten, walk
-from prefixcache.type_registry import handler_named
+from prefixcache._registry import handler_named
 
 
 def same(left: Any, right: Any) -> bool:

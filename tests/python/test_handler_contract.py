@@ -18,8 +18,8 @@ from handler_cases import CASES, HandlerCase, leaves, no_change
 from parts import RowsMissing, same, through_parts
 
 from prefixcache._layer_state import BOUNDARY, LayerState, decode_structure, encode_structure, flatten, unflatten, walk
+from prefixcache._registry import common_offset, describe_layers, reaches_of, rebuild_layers, registered
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import common_offset, describe_layers, reaches_of, rebuild_layers, registered
 
 # Buffers grow in steps of 256: just below, at and above a step.
 LENGTHS = (1, 255, 256, 257, 300)

@@ -10,8 +10,8 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 from parts import through_parts
 
 from prefixcache._layer_state import BOUNDARY, LayerState, Slot, flatten, walk
+from prefixcache._registry import common_offset, describe_layers, rebuild_layers
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import common_offset, describe_layers, rebuild_layers
 
 DTYPES = [mx.bool_, mx.uint8, mx.int16, mx.uint32, mx.int64, mx.float16, mx.bfloat16, mx.float32, mx.complex64]
 

@@ -10,8 +10,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 from parts import through_parts
 
 from prefixcache._layer_state import ALL, BOUNDARY, LayerState, encode_structure, flatten, walk, window_of
+from prefixcache._registry import common_offset, describe_layers, reaches_of, rebuild_layers
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import common_offset, describe_layers, reaches_of, rebuild_layers
 
 
 def _append(cache: Any, start: int, count: int) -> Any:

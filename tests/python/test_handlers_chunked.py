@@ -16,8 +16,8 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache
 from parts import RowsMissing, through_parts
 
 from prefixcache._layer_state import LayerState, Slot, window_of
+from prefixcache._registry import describe_layers, reaches_of, rebuild_layers
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import describe_layers, reaches_of, rebuild_layers
 
 exact_cut = pytest.mark.skipif(OLD_CHUNKS, reason="mlx-lm before 0.32 cuts chunked caches deeper than to the chunk")
 

@@ -11,8 +11,8 @@ import pytest
 from parts import RowsMissing, through_parts
 
 from prefixcache._layer_state import BOUNDARY, LayerState, flatten
+from prefixcache._registry import common_offset, describe_layers, rebuild_layers
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import common_offset, describe_layers, rebuild_layers
 
 if importlib.util.find_spec("mlx_lm.models.deepseek_v41") is None:
     pytest.skip("this mlx-lm has no deepseek_v41", allow_module_level=True)

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache
 
 from prefixcache._layer_state import LayerState, Slot, flatten
-from prefixcache.type_registry import describe_layers, rebuild_layers
+from prefixcache._registry import describe_layers, rebuild_layers
 
 
 def _kv(keys: Any, values: Any, offset: Any, cls: Any = KVCache) -> Any:

@@ -10,8 +10,8 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache, QuantizedKVCache
 
 from prefixcache._layer_state import LayerState, decode_structure, encode_structure, flatten, unflatten
+from prefixcache._registry import describe_layers, rebuild_layers
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import describe_layers, rebuild_layers
 
 
 def _random(seed: int, rows: int, dim: int = 64) -> mx.array:

@@ -10,8 +10,8 @@ from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache
 from parts import RowsMissing, through_parts
 
 from prefixcache._layer_state import LayerState, Slot, window_of
+from prefixcache._registry import describe_layers, rebuild_layers
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import describe_layers, rebuild_layers
 
 
 def _positions(start: int, count: int) -> tuple[mx.array, mx.array]:

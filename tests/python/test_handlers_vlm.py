@@ -20,8 +20,8 @@ from prefixcache._layer_state import (
     flatten,
     unflatten,
 )
+from prefixcache._registry import common_offset, describe_layers, handler_for, rebuild_layers, registered
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import common_offset, describe_layers, handler_for, rebuild_layers, registered
 
 # Windows of 16 and 300, groups of 4 and 128, chunks of 32 and buffers that grow by 256: below, at and above.
 LENGTHS = [1, 15, 16, 17, 130, 256]

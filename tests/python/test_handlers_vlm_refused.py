@@ -24,8 +24,8 @@ from parts import through_parts
 
 from prefixcache._handlers.turboquant_codecs import Codec
 from prefixcache._layer_state import LayerState, flatten
+from prefixcache._registry import describe_layers, rebuild_layers
 from prefixcache.errors import Unsupported
-from prefixcache.type_registry import describe_layers, rebuild_layers
 
 
 def refused(reason: str, match: str, act: Callable[[], Any]) -> None:
@@ -39,7 +39,7 @@ def kept(name: str, n: int) -> list[LayerState]:
 
 
 def test_nothing_of_mlx_vlm_is_imported() -> None:
-    code = "import sys, prefixcache.type_registry; sys.exit(any(m.startswith('mlx_vlm') for m in sys.modules))"
+    code = "import sys, prefixcache._registry; sys.exit(any(m.startswith('mlx_vlm') for m in sys.modules))"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

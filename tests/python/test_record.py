@@ -14,7 +14,7 @@ from prefixcache._core import BlockStore
 from prefixcache._keys import key_chain
 from prefixcache._layer_state import LayerState, Slot, window_of
 from prefixcache._record import record
-from prefixcache.type_registry import describe_layers
+from prefixcache._registry import describe_layers
 
 TOKENS = list(range(400, 450))  # six blocks of 8 and 2 tokens
 ROW = 2 * 2 * 2 * 32 * 4  # bytes of one token: layers, keys and values, heads, size, float32

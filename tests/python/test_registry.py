@@ -37,8 +37,7 @@ from prefixcache._layer_state import (
     walk,
     window_of,
 )
-from prefixcache.errors import Unsupported
-from prefixcache.type_registry import (
+from prefixcache._registry import (
     common_offset,
     describe_layers,
     handler_for,
@@ -48,6 +47,7 @@ from prefixcache.type_registry import (
     register,
     registered,
 )
+from prefixcache.errors import Unsupported
 
 
 class OwnCache(KVCache):
@@ -83,7 +83,7 @@ def test_registered_classes_exist() -> None:
 
 def test_lookup_imports_no_model_package() -> None:
     code = (
-        "import sys, prefixcache.type_registry;"
+        "import sys, prefixcache._registry;"
         "print([m for m in ('mlx_lm', 'transformers', 'numpy', 'mlx.nn') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
