@@ -4,15 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import index
-from typing import SupportsIndex, TypeAlias
+from typing import Protocol, SupportsIndex, TypeAlias
 
-from prefixcache._core import KeyChain, Purpose, sha256
+from prefixcache._core import KeyChain, Purpose, TokenBuffer, sha256
 
 Salt: TypeAlias = "None | bool | int | str | bytes | tuple[Salt, ...]"
 ContentRange: TypeAlias = "tuple[int, int, bytes]"
 KvFormat: TypeAlias = "tuple[int, int, int]"
 
 _LARGEST_POSITION = 2**63 - 1
+
+
+class Chain(Protocol):
+    """What storing and restoring ask of the keys of a sequence; a ``KeyChain`` is one."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def tokens(self) -> TokenBuffer: ...
+    @property
+    def root(self) -> bytes: ...
+    def key(self, i: int, /) -> bytes: ...
+    def cut_key(self, i: int, depth: int, /) -> bytes: ...
+    def content_of_block(self, i: int, /) -> list[ContentRange]: ...
 
 
 def encode_salt(value: Salt) -> bytes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefixcache._core import BlockStore, KeyChain, Part, Status, StatusCode, group_key
+from prefixcache._core import BlockStore, Part, Status, StatusCode, group_key
+from prefixcache._keys import Chain
 from prefixcache._layer_state import LayerState, encode_structure
 from prefixcache._parts import PartSlots, part_slots
 from prefixcache._results import StoreReport
@@ -14,7 +15,7 @@ _REASONS = {StatusCode.FULL: "queue_full", StatusCode.CLOSED: "closed"}
 
 def record(
     store: BlockStore,
-    chain: KeyChain,
+    chain: Chain,
     states: Sequence[LayerState],
     upto: int,
     stands_at: int,
@@ -42,7 +43,7 @@ def record(
     return writer.report
 
 
-def record_snapshot(store: BlockStore, chain: KeyChain, states: Sequence[LayerState], n: int) -> StoreReport:
+def record_snapshot(store: BlockStore, chain: Chain, states: Sequence[LayerState], n: int) -> StoreReport:
     """Stores what layers that stood at ``n`` need to stand there again, but for rows that every n needs: those of their
     windows, in all blocks that these reach back to, and the state."""
     size, last = chain.block_size, (n - 1) // chain.block_size
@@ -62,7 +63,7 @@ class _Writer:
     def __init__(
         self,
         store: BlockStore,
-        chain: KeyChain,
+        chain: Chain,
         states: Sequence[LayerState],
         parts: Sequence[PartSlots],
         stored_tokens: int,

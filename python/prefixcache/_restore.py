@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import mlx.core as mx
 
-from prefixcache._boundary import Boundary, deepest_boundary
-from prefixcache._core import BlockStore, Gathered, KeyChain, Part, StatusCode, group_key
+from prefixcache._boundary import Boundary
+from prefixcache._core import BlockStore, Gathered, Part, StatusCode, group_key
+from prefixcache._keys import Chain
 from prefixcache._layer_state import LayerState, Reach, decode_structure, flatten, unflatten
 from prefixcache._parts import Needs, head_group, window_group
 from prefixcache._registry import rebuild_layers
@@ -49,7 +50,8 @@ class Restored:
 
 def restore(
     store: BlockStore,
-    chain: KeyChain,
+    chain: Chain,
+    find: Callable[[int], Boundary],
     prototypes: Sequence[Any],
     own: Sequence[str] | None,
     needs: Needs,
@@ -58,15 +60,16 @@ def restore(
 ) -> Restored:
     """Caches for the longest stored prefix of at most ``limit`` tokens.
 
-    ``own``: the type name of each layer, where no other form may be served. ``needs``: what the layers must be given.
-    ``spare``: rows of room behind the prefix; None: enough for the next chunk of the prompt and a step of decoding.
+    ``find`` decides from the index where layers can be made to stand: the deepest place up to so many tokens. ``own``:
+    the type name of each layer, where no other form may be served. ``needs``: what the layers must be given. ``spare``:
+    rows of room behind the prefix; None: enough for the next chunk of the prompt and a step of decoding.
 
     A part that turns out bad shortens the result to what the rest can serve.
     """
     trouble: str | None = None
     lost_at = 0
     for _ in range(_MOST_ATTEMPTS):
-        boundary = deepest_boundary(store, chain, needs, limit)
+        boundary = find(limit)
         if boundary.n < lost_at:
             trouble = trouble or "lost"
         if boundary.n == 0:
@@ -92,7 +95,7 @@ class _Reading:
     ``failed``: why a part could not be had, and ``good``: tokens up to which another try makes sense.
     """
 
-    def __init__(self, store: BlockStore, chain: KeyChain, boundary: Boundary, room: int) -> None:
+    def __init__(self, store: BlockStore, chain: Chain, boundary: Boundary, room: int) -> None:
         self.boundary = boundary
         self.failed: str | None = None
         self.good = 0

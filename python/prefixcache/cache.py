@@ -9,9 +9,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
+from prefixcache._boundary import deepest_boundary
 from prefixcache._core import BlockStore, KeyChain, Status, StatusCode, TokenBuffer, sha256
 from prefixcache._doors import Doors
 from prefixcache._keys import KvFormat, Salt, key_chain
@@ -225,7 +227,8 @@ class PrefixCache:
         elif total >= 2 and self._own is not None:
             room = spare if self._spare_rows else 0
             own = None if kv_format is not None else [state.type_name for state in self._own]
-            restored = restore(self._store, chain, self._prototypes, own, self._needs, most, room)
+            find = partial(deepest_boundary, self._store, chain, self._needs)
+            restored = restore(self._store, chain, find, self._prototypes, own, self._needs, most, room)
         hit = Hit(
             caches=copy.deepcopy(self._prototypes) if restored.caches is None else restored.caches,
             cached_tokens=restored.n,
