@@ -33,6 +33,8 @@ PYTHON_LAYERS = [
     {"_handlers.mlx_vlm"},
     {"_registry"},
     {"interface", "stats", "observability", "recovery", "_omlx", "_rotating_subclass"},
+    {"_omlx.cache_types", "_omlx.sized_arrays", "_omlx.turboquant_states"},
+    {"_omlx.live_layers"},
     {"_omlx.block_hash", "_omlx.blocks", "_omlx.layer_dicts", "_omlx.tuples", "_omlx.hot_budget", "_omlx.ssd_index"},
     {"paged_cache", "type_handlers", "boundary_snapshot_store"},
     {"type_registry", "paged_ssd_cache"},
