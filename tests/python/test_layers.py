@@ -36,6 +36,8 @@ PYTHON_LAYERS = [
     {"_omlx.cache_types", "_omlx.sized_arrays", "_omlx.turboquant_states"},
     {"_omlx.live_layers"},
     {"_omlx.block_hash", "_omlx.blocks", "_omlx.layer_dicts", "_omlx.tuples", "_omlx.hot_budget", "_omlx.ssd_index"},
+    {"_omlx.block_pool"},
+    {"_omlx.block_tables"},
     {"paged_cache", "type_handlers", "boundary_snapshot_store"},
     {"type_registry", "paged_ssd_cache"},
     {"hybrid_cache"},
