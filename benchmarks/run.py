@@ -21,6 +21,7 @@ BENCHMARKS = [
     "bench_append",
     "bench_windows",
     "bench_states",
+    "bench_omlx",
     "bench_mlx_lm",
 ]
 

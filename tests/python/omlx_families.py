@@ -1,0 +1,111 @@
+"""One tiny model of each family of caches, as the scheduler's tests run them, and what their requests must answer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from architectures import caches as looks
+from architectures import harness
+from conftest import make_tiny_llama
+from mlx_lm.models.cache import make_prompt_cache
+from omlx_scheduler import Request, Scheduler
+from runs import assert_same_logits
+
+VOCABULARY = harness.VOCABULARY
+
+
+@dataclass(frozen=True)
+class Family:
+    """``least_block``: what a window's block is at least. ``sliceable``: rows alone, of which any block can be cut."""
+
+    build: Callable[[], Any]
+    least_block: int = 16
+    sliceable: bool = False
+
+    @functools.cached_property
+    def model(self) -> Any:
+        return self.build()
+
+    @property
+    def block_size(self) -> int:
+        return 16 if self.least_block == 16 else 48
+
+
+def _architecture(name: str) -> Callable[[], Any]:
+    return lambda: harness.build(name)
+
+
+FAMILIES: dict[str, Family] = {
+    "rows": Family(make_tiny_llama, sliceable=True),
+    "lists of rows": Family(_architecture("deepseek_v32"), sliceable=True),
+    "windows as long as a block": Family(_architecture("gpt_oss")),
+    "windows of half a block": Family(_architecture("gemma3_text"), least_block=32),
+    "states and rows": Family(_architecture("qwen3_next")),
+    "lists of a state and rows": Family(_architecture("falcon_h1")),
+    "lists of a state and a window": Family(_architecture("baichuan_m1")),
+    "states alone": Family(_architecture("mamba")),
+}
+
+
+def text(length: int, seed: int = 0) -> list[int]:
+    """Tokens that do not repeat with a short period."""
+    return [(7919 * (i + 1) * (i + 3 + seed) + 31 * seed) % (VOCABULARY - 1) for i in range(length)]
+
+
+class Shadow:
+    """What requests must have answered: runs without a prefix cache, in chunks of the same shapes.
+
+    ``note`` says how the rows of a request came to be, ``check`` runs them again. Rows that are stored already stay
+    those of the first request that had them.
+    """
+
+    def __init__(self, model: Any, block_size: int) -> None:
+        self._model = model
+        self._size = block_size
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+
+    def check(self, request: Request) -> None:
+        """Every logit since the hit has the bits of a run that had none."""
+        n, inputs = request.cached_tokens, request.inputs
+        caches, start = make_prompt_cache(self._model), 0
+        for end in self._base(request):
+            mx.eval(self._model(mx.array([inputs[start:end]]), cache=caches))
+            looks.evaluate(caches)
+            start = end
+        if start > n:
+            caches = looks.cut(caches, n)
+        caches, start = looks.in_temporal_order(caches), n
+        expected = []
+        for end in request.ends:
+            expected.append(self._model(mx.array([inputs[start:end]]), cache=caches))
+            mx.eval(expected[-1])
+            start = end
+        assert_same_logits(request.logits, expected, f"{request.rid}, restored at {n}")
+
+    def note(self, request: Request) -> None:
+        """To be called when the request has been stored."""
+        if request.full_hit and request.cached_tokens:
+            return  # its first new row was computed a second time: no run without a cache does that
+        ends = [*self._base(request), *request.ends]
+        for boundary in range(self._size, request.n + 1, self._size):
+            cover = next(end for end in ends if end >= boundary)
+            prefix = tuple(request.inputs[:boundary])
+            self._ends.setdefault(prefix, [end for end in ends if end <= cover])
+
+    def _base(self, request: Request) -> list[int]:
+        n = request.cached_tokens
+        n += n > 0 and request.full_hit
+        return self._ends[tuple(request.inputs[:n])] if n else []
+
+    def serve(
+        self, engine: Scheduler, prompt: Sequence[int], answer: Sequence[int] = (), *args: Any, **how: Any
+    ) -> int:
+        """A whole request, checked. Returns how many of its tokens were restored."""
+        request = engine.serve(prompt, answer, *args, **how)
+        self.check(request)
+        self.note(request)
+        return request.cached_tokens

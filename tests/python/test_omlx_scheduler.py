@@ -1,0 +1,516 @@
+"""A scheduler of oMLX over this package's managers: real models of every family, from arrival to store and restart.
+
+Whatever a request is served from, each of its logits has the bits of a run without a cache whose chunks had the same
+shapes; hits are as long as whole blocks allow; and when all is done no reference and no snapshot is left.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from conftest import EXAMPLES, child_environment, make_tiny_llama
+from omlx_families import FAMILIES, Family, Shadow, text
+from omlx_scheduler import TEXT, Salts, Scheduler
+
+HERE = Path(__file__).resolve().parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compiler() -> Iterator[None]:
+    """On a CPU, MLX calls the system's compiler for each function that a model wants to be compiled: seconds each."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def opened(family: Family, directory: Path | None, **options: Any) -> tuple[Scheduler, Shadow, int]:
+    engine = Scheduler(family.model, directory, least_block=family.least_block, **options)
+    return engine, Shadow(family.model, engine.block_size), engine.block_size
+
+
+def assert_at_rest(engine: Scheduler) -> None:
+    """No request holds anything: every block is free or retained, every count of the pool agrees with its blocks."""
+    engine.settle()
+    paged = engine.paged
+    held = {block.block_id: block.ref_count for block in paged.allocated_blocks.values() if not block.is_null}
+    assert set(held.values()) <= {0}, paged.get_ref_count_summary()
+    assert len(engine.prefix) == 0
+    stats = paged.get_stats()
+    assert stats.allocated_blocks == len(held) + 1
+    assert stats.free_blocks == paged.free_blocks == len(paged.free_block_queue.get_all_free_blocks())
+    assert stats.total_blocks == stats.allocated_blocks + stats.free_blocks
+    assert stats.shared_blocks == 0
+    if engine.boundaries is not None:
+        left = [path for path in Path(engine.boundaries._snapshot_dir).rglob("*") if path.is_file()]
+        assert left == []
+        assert not any(engine.boundaries.has(rid, count) for rid, count in engine.captured)
+
+
+class TestConversations:
+    def test_turns_and_a_fork(self, family: Family, tmp_path: Path) -> None:
+        engine, shadow, size = opened(family, tmp_path)
+        with engine:
+            first, answer = text(5 * size + 3), text(2 * size, seed=3)
+            assert shadow.serve(engine, first, answer) == 0
+            # The prompt's five blocks and two of the answer; three tokens are of no whole block.
+            second = [*first, *answer, *text(size + 4, seed=5)]
+            assert shadow.serve(engine, second, text(5, seed=7)) == 7 * size
+            # Leaves the first inside its third block.
+            assert shadow.serve(engine, [*first[: 2 * size + size // 2], *text(2 * size, seed=9)]) == 2 * size
+            # The second turn is eight blocks and twelve tokens.
+            assert shadow.serve(engine, [*second, *text(7, seed=7)], text(3, seed=1)) == 8 * size
+            assert shadow.serve(engine, text(4 * size, seed=11)) == 0
+            assert_at_rest(engine)
+
+    def test_a_prompt_that_is_stored_whole(self, family: Family, tmp_path: Path) -> None:
+        """One token must be run at least. What only stands where it was captured is computed anew."""
+        engine, shadow, size = opened(family, tmp_path)
+        with engine:
+            prompt = text(6 * size + 1)
+            assert shadow.serve(engine, prompt) == 0
+            same = engine.serve(prompt[: 4 * size], text(size, seed=2))
+            shadow.check(same)
+            assert same.full_hit
+            assert same.cached_tokens == (4 * size - 1 if family.sliceable else 0)
+            assert_at_rest(engine)
+            # Its blocks are retained still.
+            assert shadow.serve(engine, [*prompt[: 4 * size], 1, 2, 3]) == 4 * size
+            assert shadow.serve(engine, prompt) == 6 * size
+            assert_at_rest(engine)
+
+    @pytest.mark.parametrize("answered", [3, 20, 50])
+    def test_a_prompt_of_whole_blocks(self, family: Family, tmp_path: Path, answered: int) -> None:
+        """Between prefill and decoding no snapshot is taken: a state is not known there, rows are."""
+        engine, shadow, size = opened(family, tmp_path)
+        with engine:
+            prompt, answer = text(4 * size), text(answered, seed=3)
+            shadow.serve(engine, prompt, answer)
+            found = shadow.serve(engine, [*prompt, *text(5, seed=4)])
+            assert found == (4 * size if family.sliceable else 3 * size)
+            assert_at_rest(engine)
+
+    def test_a_first_prompt_of_one_block(self, family: Family, tmp_path: Path) -> None:
+        """No snapshot at all: the state that the request ends with is not that of the block's end."""
+        engine, shadow, size = opened(family, tmp_path)
+        with engine:
+            prompt = text(size)
+            shadow.serve(engine, prompt, text(3, seed=3))
+            found = shadow.serve(engine, [*prompt, *text(5, seed=4)])
+            assert found == (size if family.sliceable else 0)
+            assert_at_rest(engine)
+
+    def test_a_stop_token_that_was_not_fed(self, family: Family, tmp_path: Path) -> None:
+        """The last block lacks its last row: it is no whole block."""
+        engine, shadow, size = opened(family, tmp_path)
+        with engine:
+            prompt, answer = text(3 * size + 5), text(size - 5, seed=3)
+            shadow.serve(engine, prompt, answer, feed_last=False)
+            assert shadow.serve(engine, [*prompt, *answer, *text(5, seed=4)]) == 3 * size
+            assert_at_rest(engine)
+
+    def test_thinking_models_keep_the_prompt(self, family: Family, tmp_path: Path) -> None:
+        engine, shadow, size = opened(family, tmp_path)
+        with engine:
+            prompt, answer = text(3 * size + 5), text(size, seed=3)
+            shadow.serve(engine, prompt, answer, thinking=True)
+            assert shadow.serve(engine, [*prompt, *answer, 1, 2]) == 3 * size
+            assert_at_rest(engine)
+
+    def test_short_prompts(self, family: Family, tmp_path: Path) -> None:
+        engine, shadow, size = opened(family, tmp_path)
+        with engine:
+            for length in (1, 2, size - 1):
+                assert shadow.serve(engine, text(length), [5]) == 0
+            assert shadow.serve(engine, text(size + 1)) == 0
+            assert shadow.serve(engine, text(size + 2)) == size
+            assert_at_rest(engine)
+
+    def test_larger_chunks(self, family: Family, tmp_path: Path) -> None:
+        """Chunks of several blocks, for models that need no snapshots."""
+        engine, shadow, size = opened(family, tmp_path, step=2 * 16 + 8)
+        with engine:
+            prompt = text(6 * size + 9)
+            assert shadow.serve(engine, prompt, text(4, seed=2)) == 0
+            assert shadow.serve(engine, [*prompt[: 3 * size + 1], *text(30, seed=6)]) == 3 * size
+            assert shadow.serve(engine, [*prompt, 7]) == 6 * size
+            assert_at_rest(engine)
+
+
+class TestEnds:
+    """Requests that end otherwise than they should leave nothing behind, and harm no other."""
+
+    def test_aborted_anywhere(self, family: Family, tmp_path: Path) -> None:
+        engine, shadow, size = opened(family, tmp_path)
+        with engine:
+            prompt = text(4 * size + 5)
+            shadow.serve(engine, prompt)
+            longer = [*prompt, *text(2 * size, seed=3)]
+            for stage in range(4):
+                request = engine.admit(longer)
+                if stage > 0:
+                    engine.prefill(request, upto=None if stage > 1 else 5 * size)
+                if stage > 2:
+                    engine.decode(request, text(size, seed=5))
+                shadow.check(request)
+                assert request.cached_tokens == 4 * size
+                engine.abort(request)
+                assert_at_rest(engine)
+            assert shadow.serve(engine, longer) == 4 * size
+
+    def test_rejected_after_the_fetch(self, family: Family, tmp_path: Path) -> None:
+        engine, shadow, size = opened(family, tmp_path)
+        with engine:
+            prompt = text(4 * size + 5)
+            shadow.serve(engine, prompt)
+            for _ in range(5):
+                request = engine.admit([*prompt, 1])
+                assert request.cached_tokens == 4 * size
+                engine.reject(request)
+                assert_at_rest(engine)
+            assert shadow.serve(engine, [*prompt, 2, 3]) == 4 * size
+
+    def test_recovery_forgets_memory_and_keeps_files(self, family: Family, tmp_path: Path) -> None:
+        engine, shadow, size = opened(family, tmp_path)
+        with engine:
+            prompt = text(4 * size + 5)
+            shadow.serve(engine, prompt)
+            lost = engine.admit([*prompt, 1])
+            engine.prefill(lost)
+            engine.recover()
+            assert engine.paged.stats.allocated_blocks == 1
+            assert_at_rest(engine)
+            assert shadow.serve(engine, [*prompt, 2, 3]) == 4 * size
+            assert_at_rest(engine)
+
+    def test_many_requests_in_flight(self, family: Family, tmp_path: Path) -> None:
+        """Several requests on the same prefix, stored while others run, ended in another order than they began."""
+        engine, shadow, size = opened(family, tmp_path)
+        with engine:
+            prompt = text(3 * size + 5)
+            shadow.serve(engine, prompt)
+            others = [[*prompt[: (1 + i % 3) * size + 2], *text(size + i, seed=20 + i)] for i in range(6)]
+            running = [engine.admit(other) for other in others]
+            assert [request.cached_tokens for request in running] == [(1 + i % 3) * size for i in range(6)]
+            for request in running:
+                engine.prefill(request)
+            for number, request in enumerate(reversed(running)):
+                if number % 3 == 2:
+                    engine.abort(request)
+                else:
+                    engine.decode(request, text(4, seed=number))
+                    engine.finish(request)
+            for request in running:
+                shadow.check(request)
+            assert_at_rest(engine)
+            assert shadow.serve(engine, prompt) == 3 * size
+
+
+def test_pool_of_few_blocks(family: Family, tmp_path: Path) -> None:
+    """A pool that is full of retained blocks has room: new prompts are stored, and nothing wrong is ever found."""
+    engine, shadow, size = opened(family, tmp_path, max_blocks=9, initial_blocks=4)
+    with engine:
+        for number in range(8):
+            prompt = text(3 * size + 2, seed=30 + number)
+            assert shadow.serve(engine, prompt) == 0
+            assert shadow.serve(engine, [*prompt, 1]) == 3 * size
+            assert_at_rest(engine)
+        # All of them are on the SSD.
+        for number in range(8):
+            assert shadow.serve(engine, text(3 * size + 2, seed=30 + number)) == 3 * size
+        assert engine.paged.stats.total_blocks <= 9
+        assert_at_rest(engine)
+
+
+def test_fork(tmp_path: Path) -> None:
+    engine, shadow, size = opened(FAMILIES["rows"], tmp_path)
+    with engine:
+        prompt = text(3 * size + 5)
+        shadow.serve(engine, prompt)
+        request = engine.admit([*prompt, 1])
+        ids = list(engine.paged.get_block_table(request.rid).block_ids)
+        child = engine.paged.fork_block_table(engine.paged.get_block_table(request.rid), "child")
+        assert child.block_ids == ids
+        assert [engine.paged.allocated_blocks[i].ref_count for i in ids] == [2, 2, 2]
+        engine.prefix.release_cache("child")
+        engine.paged.release_for_eviction(child.block_ids)
+        engine.paged.request_tables.pop("child", None)
+        assert [engine.paged.allocated_blocks[i].ref_count for i in ids] == [1, 1, 1]
+        engine.abort(request)
+        assert_at_rest(engine)
+
+
+class TestSalts:
+    """An image's tokens say nothing about what it shows: rows at and behind it differ with its hash."""
+
+    SIZE = 16
+
+    def ask(self, images: dict[int, int], length: int = 100) -> tuple[list[int], list[int], Salts]:
+        """A prompt with images of ten tokens each, by start, and what the model is fed."""
+        tokens, inputs = text(length), text(length)
+        ranges, seen = [], ""
+        for start, image in sorted(images.items()):
+            tokens[start : start + 10] = [126] * 10
+            inputs[start : start + 10] = text(10, seed=100 + image)
+            seen += f"{image};"
+            ranges.append((start, (seen,)))
+        return tokens, inputs, Salts(extra_key_ranges=ranges) if ranges else TEXT
+
+    def serve(self, engine: Scheduler, shadow: Shadow, images: dict[int, int], salts: Salts | None = None) -> int:
+        tokens, inputs, own = self.ask(images)
+        return shadow.serve(engine, tokens, text(4, seed=1), salts or own, inputs=inputs)
+
+    def test_segments(self, tmp_path: Path) -> None:
+        engine, shadow, _ = opened(FAMILIES["rows"], tmp_path)
+        with engine:
+            assert self.serve(engine, shadow, {20: 1, 60: 2}) == 0
+            assert self.serve(engine, shadow, {20: 1, 60: 2}) == 96
+            # Another second image: the blocks that end at or before token 60 are kept.
+            assert self.serve(engine, shadow, {20: 1, 60: 3}) == 48
+            # Another first image, and none at all.
+            assert self.serve(engine, shadow, {20: 4, 60: 2}) == 16
+            assert self.serve(engine, shadow, {}) == 16
+            assert_at_rest(engine)
+
+    def test_one_image(self, tmp_path: Path) -> None:
+        engine, shadow, _ = opened(FAMILIES["rows"], tmp_path)
+        with engine:
+            one, two = (Salts((image,), 32) for image in ("a", "b"))
+            assert self.serve(engine, shadow, {32: 1}, one) == 0
+            assert self.serve(engine, shadow, {32: 2}, two) == 32
+            assert self.serve(engine, shadow, {32: 1}, one) == 96
+            assert self.serve(engine, shadow, {32: 2}, two) == 96
+            whole = Salts(("a",))
+            assert self.serve(engine, shadow, {32: 1}, whole) == 0
+            assert_at_rest(engine)
+
+
+class TestManyModels:
+    def test_a_second_model_in_the_directory(self, tmp_path: Path) -> None:
+        """Of other layers, and of the same layers with other weights; both at once, and after a restart."""
+        models = {
+            "one": make_tiny_llama(),
+            "two": make_tiny_llama(seed=8),
+            "three": FAMILIES["states and rows"].model,
+        }
+        shadows = {name: Shadow(model, 16) for name, model in models.items()}
+        prompt = text(5 * 16 + 3)
+        for found in (0, 80):
+            engines = {name: Scheduler(model, tmp_path, model_name=name) for name, model in models.items()}
+            for name, engine in engines.items():
+                assert shadows[name].serve(engine, prompt, text(4, seed=1)) == found
+            for name, engine in engines.items():
+                assert shadows[name].serve(engine, [*prompt, 1]) == 80
+                assert_at_rest(engine)
+            for engine in engines.values():
+                engine.close()
+
+    @pytest.mark.parametrize("draft", ["rows", "states and rows", "windows as long as a block"])
+    def test_a_draft_model_shares_the_ssd_manager(self, tmp_path: Path, draft: str) -> None:
+        target, shadow, _ = opened(FAMILIES["rows"], tmp_path, model_name="target")
+        small = make_tiny_llama(layers=1, seed=9) if draft == "rows" else FAMILIES[draft].model
+        with target, Scheduler(small, tmp_path, model_name="draft", ssd=target.ssd) as second:
+            behind = Shadow(small, second.block_size)
+            prompt = text(5 * 48 + 3)
+            assert shadow.serve(target, prompt) == 0
+            assert behind.serve(second, prompt) == 0
+            for engine, its in ((target, shadow), (second, behind)) * 2:
+                assert its.serve(engine, [*prompt, 1]) == 240
+            target.recover()
+            assert behind.serve(second, [*prompt, 2]) == 240
+            second.recover()
+            assert shadow.serve(target, [*prompt, 3]) == 240
+            # The target's form changes: its blocks are gone, the draft's are not.
+            target.refresh_layer_signature(["QuantizedKVCache"] * 3)
+            assert behind.serve(second, [*prompt, 4]) == 240
+            assert_at_rest(target)
+            assert_at_rest(second)
+
+    def test_another_structure_under_the_same_name(self, tmp_path: Path) -> None:
+        """Layers, their types, or the size of blocks changed between two starts: nothing stale is served."""
+        prompt = text(5 * 16 + 3)
+        engines = [
+            (make_tiny_llama(), 16),
+            (make_tiny_llama(layers=2), 16),
+            (FAMILIES["states and rows"].model, 16),
+            (make_tiny_llama(), 8),
+        ]
+        for model, size in engines:
+            with Scheduler(model, tmp_path, block_size=size) as engine:
+                shadow = Shadow(model, size)
+                assert shadow.serve(engine, prompt) == 0
+                assert shadow.serve(engine, [*prompt, 1]) == 80
+                assert_at_rest(engine)
+
+
+class TestMemory:
+    MODES = {
+        "through": {},
+        "back": {"hot_cache_max_bytes": 64 << 20},
+        "little": {"hot_cache_max_bytes": 200 << 10},
+        "ram only": {"hot_cache_max_bytes": 64 << 20, "hot_cache_only": True},
+    }
+
+    @pytest.mark.parametrize("mode", sorted(MODES))
+    def test_modes(self, family: Family, tmp_path: Path, mode: str) -> None:
+        engine, shadow, size = opened(family, None if mode == "ram only" else tmp_path, **self.MODES[mode])
+        with engine:
+            prompt, answer = text(5 * size + 3), text(size, seed=3)
+            assert shadow.serve(engine, prompt, answer) == 0
+            for pressure in (False, True, False):
+                request = engine.admit([*prompt, 1], pressure=pressure)
+                engine.prefill(request)
+                shadow.check(request)
+                assert request.cached_tokens == 5 * size
+                engine.abort(request)
+            assert shadow.serve(engine, [*prompt, *answer, *text(size, seed=4)], pressure=True) >= 5 * size
+            assert_at_rest(engine)
+        if mode == "ram only":
+            return
+        engine, _, _ = opened(family, tmp_path, **self.MODES[mode])
+        with engine:
+            assert shadow.serve(engine, [*prompt, 2]) == 5 * size
+
+    def test_pressure_while_requests_run(self, family: Family, tmp_path: Path) -> None:
+        """A third thread shrinks and clears the hot tier and reads statistics all the time."""
+        engine, shadow, size = opened(family, tmp_path, hot_cache_max_bytes=4 << 20)
+        done, errors = threading.Event(), []
+
+        def administer() -> None:
+            dice = random.Random(5)
+            try:
+                while not done.wait(0.001):
+                    protected = {
+                        block.block_hash for block in list(engine.paged.allocated_blocks.values()) if block.ref_count
+                    }
+                    engine.ssd.shrink_hot_cache_to(dice.choice([0, 1 << 16, 1 << 20]), protected_hashes=protected)
+                    if dice.random() < 0.1:
+                        engine.ssd.clear_hot_cache()
+                    engine.ssd.get_stats(), engine.ssd.get_stats_dict()
+                    engine.prefix.get_stats_dict(), engine.paged.get_stats()
+            except BaseException as error:  # noqa: BLE001
+                errors.append(error)
+
+        admin = threading.Thread(target=administer)
+        with engine:
+            admin.start()
+            try:
+                prompt = text(3 * size + 5)
+                for number in range(8):
+                    asked = [*prompt[: (number % 3 + 1) * size + 3], *text(size, seed=40 + number)]
+                    request = engine.admit(asked, pressure=number % 2 == 1)
+                    engine.prefill(request)
+                    engine.decode(request, text(3, seed=number))
+                    shadow.check(request)
+                    assert request.cached_tokens % size == 0
+                    engine.finish(request, pressure=number % 4 == 3)
+                    engine.settle()
+                    shadow.note(request)
+            finally:
+                done.set()
+                admin.join()
+            assert errors == []
+            assert_at_rest(engine)
+
+
+CHILD = """
+import hashlib, json, sys, time
+import mlx.core as mx
+from pathlib import Path
+from omlx_families import FAMILIES
+from omlx_scheduler import Scheduler
+
+mx.disable_compile()
+order = json.load(sys.stdin)
+family = FAMILIES[order["family"]]
+engine = Scheduler(family.model, Path(sys.argv[1]), least_block=family.least_block, **order["options"])
+for prompt, answer in order["requests"]:
+    request = engine.serve(prompt, answer)
+    bits = b"".join(bytes(memoryview(mx.contiguous(x).view(mx.uint8))) for x in request.logits)
+    print(json.dumps([request.cached_tokens, hashlib.sha256(bits).hexdigest()]), flush=True)
+if order["wait"]:
+    time.sleep(60)
+engine.close()
+"""
+
+
+def digest(logits: list[mx.array]) -> str:
+    import hashlib
+
+    return hashlib.sha256(b"".join(bytes(memoryview(mx.contiguous(x).view(mx.uint8))) for x in logits)).hexdigest()
+
+
+def child(directory: Path, family: str, requests: list[Any], wait: bool = False, **options: Any) -> Any:
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(directory)],
+        env=child_environment(HERE, EXAMPLES),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    json.dump({"family": family, "requests": requests, "wait": wait, "options": options}, process.stdin)
+    process.stdin.close()
+    return process
+
+
+RESTARTED = ["rows", "states and rows", "windows as long as a block", "states alone"]
+
+
+class TestProcesses:
+    @pytest.mark.parametrize("name", RESTARTED)
+    def test_restart(self, tmp_path: Path, name: str) -> None:
+        engine, shadow, size = opened(FAMILIES[name], tmp_path)
+        prompt, answer = text(4 * size + 3), text(5, seed=3)
+        with engine:
+            shadow.serve(engine, prompt, answer)
+            here = engine.serve([*prompt, 1, 2], [3, 4])
+            shadow.check(here)
+        process = child(tmp_path, name, [[[*prompt, 1, 2], [3, 4]]])
+        answered = [json.loads(line) for line in process.stdout]
+        assert process.wait() == 0
+        assert answered == [[4 * size, digest(here.logits)]]
+
+    @pytest.mark.parametrize("name", RESTARTED)
+    @pytest.mark.parametrize("hot", [0, 64 << 20])
+    def test_killed(self, tmp_path: Path, name: str, hot: int) -> None:
+        """After the answer, at once: whole blocks or none, from the first on, and nothing wrong among them."""
+        size = opened_block_size(FAMILIES[name])
+        prompts = [text(4 * size + 3, seed=seed) for seed in (50, 51)]
+        process = child(tmp_path, name, [[prompt, [5]] for prompt in prompts], wait=True, hot_cache_max_bytes=hot)
+        for _ in prompts:
+            assert process.stdout.readline()
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+        engine, shadow, _ = opened(FAMILIES[name], tmp_path)
+        with engine:
+            for prompt in prompts:
+                before = Shadow(FAMILIES[name].model, size)
+                donor_engine, _, _ = opened(FAMILIES[name], tmp_path / f"other-{prompt[0]}", model_name="donor")
+                with donor_engine:
+                    before.serve(donor_engine, prompt, [5])
+                found = before.serve(engine, [*prompt, 1, 2])
+                assert found % size == 0
+                assert found <= 4 * size
+                assert before.serve(engine, [*prompt, 1, 3]) == 4 * size
+            assert_at_rest(engine)
+
+
+def opened_block_size(family: Family) -> int:
+    from mlx_lm.models.cache import make_prompt_cache
+    from omlx_scheduler import aligned_block_size
+
+    return aligned_block_size(16, make_prompt_cache(family.model), family.least_block)
