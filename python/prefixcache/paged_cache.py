@@ -6,10 +6,13 @@ Metadata only. The tensors are in the SSD manager, under the hash of their block
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import islice
 from typing import Any
 
+from prefixcache._core import TokenBuffer
 from prefixcache._omlx.block_hash import (
     BlockHash,
     ExtraKeyRanges,
@@ -49,8 +52,10 @@ class PagedCacheManager(BlockTables, CacheManager):
 
     def get_cached_block(self, block_hash: bytes) -> CacheBlock | None:
         """The block with this hash, or None. Takes no reference; counts a hit or a miss."""
+        if not self.enable_caching:
+            return None
         with self._lock:
-            block = self._lookup(block_hash) if self.enable_caching else None
+            block = self._lookup(block_hash)
             if block is None:
                 self.stats.record_miss()
             else:
@@ -96,19 +101,22 @@ class PagedCacheManager(BlockTables, CacheManager):
         """
         if not self.enable_caching:
             return
-        size = self.block_size
+        size, tokens = self.block_size, TokenBuffer(token_ids)
+        whole = min(num_full_blocks, len(blocks), len(tokens) // size)
+        if num_cached_blocks >= whole:
+            return
         with self._lock:
             parent: bytes | None = None
             if num_cached_blocks > 0:
                 parent = blocks[num_cached_blocks - 1].block_hash
                 if parent is None:  # hashed anew: the middle of a sequence must not be taken for its beginning
-                    before = block_hashes(token_ids[: num_cached_blocks * size], size, self.model_name, extra_keys)
-                    parent = before[num_cached_blocks - 1]
-            for number in range(num_cached_blocks, min(num_full_blocks, len(blocks), len(token_ids) // size)):
+                    before = tokens.slice(0, num_cached_blocks * size)
+                    parent = block_hashes(before, size, self.model_name, extra_keys)[-1]
+            for number in range(num_cached_blocks, whole):
                 block = blocks[number]
                 if block.block_hash is None:
-                    tokens = token_ids[number * size : (number + 1) * size]
-                    self._map(block, compute_block_hash(parent, tokens, extra_keys, self.model_name), size)
+                    here = tokens.slice(number * size, (number + 1) * size)
+                    self._map(block, compute_block_hash(parent, here, extra_keys, self.model_name), size)
                 parent = block.block_hash
 
     # Prefixes
@@ -140,7 +148,8 @@ class PagedCacheManager(BlockTables, CacheManager):
     ) -> tuple[list[int], list[int]]:
         """``get_computed_blocks`` as block ids, and the tokens behind them, which may be none. Takes no references."""
         blocks, count = self.get_computed_blocks(tokens, extra_keys, extra_key_token_start, extra_key_ranges)
-        return [block.block_id for block in blocks], list(islice(tokens, count, None))
+        remaining = tokens[count:] if isinstance(tokens, list) else list(islice(tokens, count, None))
+        return [block.block_id for block in blocks], remaining
 
     def _hashes(
         self, tokens: Any, extra_keys: ExtraKeys | None, token_start: int | None, ranges: ExtraKeyRanges | None
@@ -151,28 +160,34 @@ class PagedCacheManager(BlockTables, CacheManager):
         """The blocks of the leading hashes that are known here or to the SSD manager. Takes no references."""
         with self._lock:
             blocks = self._acquire(hashes)
-            for block in reversed(blocks):
-                self._drop(block)
+            self._drop_all(blocks)
             return blocks
 
     def _acquire(self, hashes: Sequence[bytes]) -> list[CacheBlock]:
         """As ``_match``, with a reference on each block for the caller."""
-        blocks: list[CacheBlock] = []
         if not self.enable_caching:
-            return blocks
-        with self._lock:
+            return []
+        with self._lock, ExitStack() as undo:
+            blocks: list[CacheBlock] = []
+            undo.callback(self._drop_all, blocks)
             for block_hash in hashes:
-                block = self._lookup(block_hash)
-                if block is None and (block := self._register_cold(block_hash)) is None:
-                    self.stats.record_miss()
-                    break
                 # Held at once, so that none of them is reclaimed for the next.
-                self._hold(block)
+                block = self._lookup(block_hash)
+                if block is None or not self._hold(block):
+                    block = self._register_cold(block_hash)
+                    if block is None:
+                        self.stats.record_miss()
+                        break
                 blocks.append(block)
+            undo.pop_all()
             self.stats.hits += len(blocks)
             self._refresh(blocks)
-            self._sync_stats()
-        return blocks
+            return blocks
+
+    def _drop_all(self, blocks: list[CacheBlock]) -> None:
+        # A chain is of no use without its beginning, so its end will be reclaimed first.
+        for block in reversed(blocks):
+            self._drop(block)
 
     def _adopt(self, hashes: Sequence[bytes], token_count: int) -> list[CacheBlock]:
         """A block with a reference for the caller for each hash: the known one, or a new one of ``token_count`` tokens.
@@ -183,33 +198,29 @@ class PagedCacheManager(BlockTables, CacheManager):
         with self._lock:
             for block_hash in hashes:
                 block = self._lookup(block_hash) if self.enable_caching else None
-                if block is not None:
-                    self._hold(block)
-                elif (block := self.allocate_block()) is None:
-                    break
-                elif self.enable_caching:
-                    self._map(block, block_hash, token_count)
-                else:
-                    block.block_hash, block.token_count = block_hash, token_count
-                    self._count_tokens(block)
+                if block is None or not self._hold(block):
+                    block = self.allocate_block()
+                    if block is None:
+                        break
+                    self._enter(block, block_hash, token_count)
                 blocks.append(block)
             self._refresh(blocks)
-            self._sync_stats()
         return blocks
 
     def _lookup(self, block_hash: bytes) -> CacheBlock | None:
-        block = self.cached_block_hash_to_block.get_block(block_hash)
-        if block is None or block.block_hash == block_hash:
-            return block
-        return None
+        known = self.cached_block_hash_to_block
+        block = known.get_block(block_hash)
+        while block is not None and block.block_hash != block_hash:
+            # A caller gave the block another hash: what the map says of it is no longer true.
+            known.pop(block_hash, block.block_id)
+            block = known.get_block(block_hash)
+        return block
 
     def _register_cold(self, block_hash: bytes) -> CacheBlock | None:
-        """A retained block for what only the SSD manager has, or None."""
-        ssd = self._paged_ssd_cache_manager
-        if ssd is None:
-            return None
+        """A block with a reference for what only the SSD manager has, or None."""
+        has_block = getattr(self._paged_ssd_cache_manager, "has_block", None)
         try:
-            if not ssd.has_block(block_hash):
+            if has_block is None or not has_block(block_hash):
                 return None
         except (OSError, RuntimeError, ValueError) as error:
             logger.warning("the SSD manager could not say whether it has a block: %s", error)
@@ -217,18 +228,22 @@ class PagedCacheManager(BlockTables, CacheManager):
         block = self.allocate_block()
         if block is not None:
             self._map(block, block_hash, self.block_size)
-            self._drop(block)
         return block
 
+    def _enter(self, block: CacheBlock, block_hash: bytes, token_count: int) -> None:
+        if self.enable_caching:
+            self._map(block, block_hash, token_count)
+        else:  # it has a hash, to find its tensors, but no request finds it
+            block.block_hash, block.token_count = block_hash, token_count
+            self._count_tokens(block)
+
     def _refresh(self, blocks: list[CacheBlock]) -> None:
-        """Note that blocks are used now; of the retained ones the first of the list will be reclaimed last."""
-        if blocks:
-            blocks[0].touch()
-            now = blocks[0].last_access
-            for block in reversed(blocks):
-                block.last_access = now
-                if block.block_id in self._retained:
-                    self._retained.move_to_end(block.block_id)
+        """Note that blocks are used now, all at one time; a retained one will be reclaimed last."""
+        now = time.time()
+        for block in blocks:
+            block.last_access = now
+            if block.ref_count <= 0 and block.block_id in self._retained:
+                self._retained.move_to_end(block.block_id)
 
     # Cold blocks: names that callers of older versions use
 
@@ -279,8 +294,10 @@ class PagedCacheManager(BlockTables, CacheManager):
         """``evict_block_permanently`` of the block with this hash or id. False if there is none or it is in use."""
         with self._lock:
             if isinstance(key, bytes):
-                block = self.cached_block_hash_to_block.get_block(key)
-                return block is not None and self.evict_block_permanently(block.block_id)
+                block = self._lookup(key)
+                if block is None or self._is_own(block):
+                    return block is not None and self.evict_block_permanently(block.block_id)
+                return self._unmap(block)
             return isinstance(key, int) and self.evict_block_permanently(key)
 
     def clear(self) -> int:

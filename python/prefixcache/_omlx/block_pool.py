@@ -46,6 +46,7 @@ class BlockPool:
         self.request_tables: dict[str, BlockTable] = {}
         self._lock = threading.RLock()
         self._paged_ssd_cache_manager: Any = None
+        self._serial = 0  # allocations so far
         self._make_blocks()
 
     def _make_blocks(self) -> None:
@@ -120,6 +121,8 @@ class BlockPool:
     def _take_free(self) -> CacheBlock:
         block = self.free_block_queue.popleft()
         self._maybe_evict_cached_block(block)
+        self._serial += 1
+        block._serial = self._serial
         block.ref_count = 1
         block.token_count = 0
         block.touch()
@@ -196,20 +199,28 @@ class BlockPool:
             for block in blocks:
                 self._hold(block)
                 block.touch()
-            self._sync_stats()
 
-    def _hold(self, block: CacheBlock) -> None:
-        if block.is_null:
-            return
+    def _is_own(self, block: CacheBlock) -> bool:
+        """Whether a record is one of this pool that can be given out; records from before ``clear`` are not."""
+        number = block.block_id
+        return 0 < number < len(self.blocks) and self.blocks[number] is block
+
+    def _hold(self, block: CacheBlock) -> bool:
+        """Take a reference, whatever the state of the block. False for a record that cannot be given out."""
+        if not self._is_own(block):
+            return False
         if block.ref_count <= 0:
             block.ref_count = 0
             self._retained.pop(block.block_id, None)
             if block.prev_free_block is not None and block.next_free_block is not None:
                 self.free_block_queue.remove(block)
-            self.allocated_blocks[block.block_id] = block
+            if block.block_id not in self.allocated_blocks:
+                self.allocated_blocks[block.block_id] = block
+                self._sync_stats()
         block.ref_count += 1
         if block.ref_count == 2:
             self.stats.shared_blocks += 1
+        return True
 
     def _drop(self, block: CacheBlock) -> None:
         """Give a reference back; without any the block is retained."""
@@ -218,6 +229,8 @@ class BlockPool:
             self.stats.shared_blocks = max(0, self.stats.shared_blocks - 1)
         elif block.ref_count == 0:
             self._retained[block.block_id] = block
+            if self._counted.get(block.block_id) != block.token_count:
+                self._count_tokens(block)  # the caller wrote it
             if block.block_hash is None:  # nobody can find it again
                 self._retained.move_to_end(block.block_id, last=False)
 
@@ -236,6 +249,8 @@ class BlockPool:
 
     def _map(self, block: CacheBlock, block_hash: bytes, token_count: int | None = None) -> None:
         """Register a block under a hash, and under no other."""
+        if block.is_null:
+            return
         if block.block_hash is not None:
             self.cached_block_hash_to_block.pop(block.block_hash, block.block_id)
         block.block_hash = block_hash
@@ -250,7 +265,7 @@ class BlockPool:
         return block_hash is not None and self.cached_block_hash_to_block.pop(block_hash, block.block_id) is not None
 
     def _count_tokens(self, block: CacheBlock) -> None:
-        if block.block_id in self.allocated_blocks and not block.is_null:
+        if self.allocated_blocks.get(block.block_id) is block and not block.is_null:
             before = self._counted.get(block.block_id, 0)
             self._counted[block.block_id] = block.token_count
             self.stats.total_tokens_cached += block.token_count - before
@@ -316,7 +331,7 @@ class BlockPool:
     def _idle_blocks(self) -> list[CacheBlock]:
         """Allocated blocks without a reference, in the order in which they are reclaimed."""
         idle = [block for block in self._retained.values() if block.ref_count <= 0]
-        if len(self.allocated_blocks) > len(idle):
+        if len(self.allocated_blocks) - 1 > len(idle):
             # A caller may have written a reference count.
             known = self._retained
             idle += [b for b in self.allocated_blocks.values() if b.ref_count <= 0 and b.block_id not in known]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from prefixcache._omlx.block_pool import BlockPool
 from prefixcache._omlx.blocks import BlockTable, CacheBlock
 
@@ -28,22 +30,50 @@ class BlockTables(BlockPool):
             return self.request_tables.get(request_id)
 
     def get_or_create_block_table(self, request_id: str) -> BlockTable:
-        """The table of a request, made if there is none."""
+        """The table of a request, made if there is none.
+
+        A table whose references were given back is no longer that of a request under this id: it is made anew.
+        """
         with self._lock:
-            return self.request_tables.get(request_id) or self.create_block_table(request_id)
+            table = self.request_tables.get(request_id)
+            return self.create_block_table(request_id) if table is None or self._is_released(table) else table
 
     def delete_block_table(self, request_id: str) -> None:
-        """Drop a table and ``free_block`` each of its blocks: what nobody else uses is no longer found."""
+        """Drop a table and ``free_block`` each of its blocks: what nobody else uses is no longer found.
+
+        Of a table whose references were given back before, only blocks that nobody has used since are freed.
+        """
         with self._lock:
             table = self.request_tables.pop(request_id, None)
-            if table is not None:
+            if table is None:
+                return
+            if not self._is_released(table):
                 self.free_block_ids(table.block_ids)
+                return
+            for block in self._blocks_of(table):
+                if block is not None and block.ref_count <= 0:
+                    self.free_block(block.block_id)
 
     def release_block_table(self, request_id: str) -> int:
-        """Drop a table and give its references back, its blocks stay findable; how many references that were."""
+        """Drop a table and give its references back, unless they were; its blocks stay findable.
+
+        How many references were given back.
+        """
         with self._lock:
             table = self.request_tables.pop(request_id, None)
-            return 0 if table is None else self.release_for_eviction(table.block_ids)
+            if table is None or self._is_released(table):
+                return 0
+            table._released = (len(table.block_ids), self._serial)
+            return super().release_for_eviction(table.block_ids)
+
+    def release_for_eviction(self, block_ids: Sequence[int]) -> int:
+        with self._lock:
+            table = self._table_with(block_ids)
+            if table is not None:
+                table._released = (len(table.block_ids), self._serial)
+            return super().release_for_eviction(block_ids)
+
+    release_for_eviction.__doc__ = BlockPool.release_for_eviction.__doc__
 
     def add_block_to_table(self, table: BlockTable, block: CacheBlock, num_tokens: int) -> None:
         """Append a block, whose reference the table takes over, with the ``num_tokens`` tokens it holds."""
@@ -53,12 +83,18 @@ class BlockTables(BlockPool):
             self._count_tokens(block)
 
     def fork_block_table(self, source_table: BlockTable, new_request_id: str) -> BlockTable:
-        """The same blocks for another request, with a reference of its own on each."""
+        """The same blocks for another request, with a reference of its own on each; up to the first that is gone."""
         with self._lock:
-            self.create_block_table(new_request_id)
-            table = self.request_tables[new_request_id] = source_table.copy(new_request_id)
-            for block_id in table.block_ids:
-                self.increment_ref(block_id)
+            kept: list[int] = []
+            for block in self._blocks_of(source_table):
+                if block is None:
+                    break
+                self.increment_ref(block.block_id)
+                kept.append(block.block_id)
+            table = self.create_block_table(new_request_id)
+            table.block_ids, table.num_tokens = kept, source_table.num_tokens
+            if len(kept) < len(source_table.block_ids):
+                table.num_tokens = min(table.num_tokens, len(kept) * self.block_size)
             return table
 
     def get_blocks_for_generation(self, table: BlockTable) -> tuple[list[CacheBlock], bool]:
@@ -92,10 +128,30 @@ class BlockTables(BlockPool):
         for request_id, table in list(tables.items()):
             if len(tables) <= _MOST_TABLES:
                 break
-            if table is not newest and not self._holds_references(table):
+            if table is not newest and (self._is_released(table) or not self._holds_references(table)):
                 del tables[request_id]
         # Where many are in use, the next look waits until there is something new to see.
         self._prune_above = max(_MOST_TABLES, len(tables)) + _PRUNE_EVERY
+
+    def _table_with(self, block_ids: Sequence[int]) -> BlockTable | None:
+        """The table whose references are given back with these ids: the one that owns the list, or has an equal one."""
+        equal = None
+        for table in reversed(self.request_tables.values()):
+            if table.block_ids is block_ids:
+                return table
+            if equal is None and table.block_ids == block_ids and not self._is_released(table):
+                equal = table
+        return equal if block_ids else None
+
+    def _is_released(self, table: BlockTable) -> bool:
+        return table._released[0] == len(table.block_ids)
+
+    def _blocks_of(self, table: BlockTable) -> Iterator[CacheBlock | None]:
+        """The blocks of a table; None for those whose record may hold something else by now."""
+        until = table._released[1] if self._is_released(table) else self._serial
+        for block_id in list(table.block_ids):
+            block = self.allocated_blocks.get(block_id)
+            yield block if block is not None and block._serial <= until else None
 
     def _holds_references(self, table: BlockTable) -> bool:
         held = (self.allocated_blocks.get(block_id) for block_id in table.block_ids)

@@ -25,6 +25,7 @@ class CacheBlock:
     is_null: bool = False
     token_count: int = 0
     last_access: float = field(default_factory=time.time)
+    _serial = 0  # of its latest allocation: tells whether a number still means what it meant; no field
 
     def is_full(self, block_size: int) -> bool:
         """Whether it holds at least ``block_size`` tokens."""
@@ -59,6 +60,7 @@ class BlockTable:
     request_id: str
     block_ids: list[int] = field(default_factory=list)
     num_tokens: int = 0
+    _released = (-1, 0)  # how many blocks it had when its references were given back, and when; no field
 
     def add_block(self, block_id: int, num_tokens: int) -> None:
         """Append a block that holds ``num_tokens`` more tokens."""
