@@ -38,6 +38,8 @@ PYTHON_LAYERS = [
     {"_omlx.block_hash", "_omlx.blocks", "_omlx.layer_dicts", "_omlx.tuples", "_omlx.hot_budget", "_omlx.ssd_index"},
     {"_omlx.block_pool"},
     {"_omlx.block_tables"},
+    {"_omlx.blobs"},
+    {"_omlx.shown_blocks"},
     {"paged_cache", "type_handlers", "boundary_snapshot_store"},
     {"type_registry", "paged_ssd_cache"},
     {"hybrid_cache"},
