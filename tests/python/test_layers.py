@@ -40,6 +40,7 @@ PYTHON_LAYERS = [
     {"_omlx.block_tables"},
     {"_omlx.blobs"},
     {"_omlx.shown_blocks"},
+    {"_omlx.snapshot_layers", "_omlx.snapshot_sessions"},
     {"paged_cache", "type_handlers", "boundary_snapshot_store"},
     {"type_registry", "paged_ssd_cache"},
     {"hybrid_cache"},
