@@ -134,14 +134,9 @@ class BlockTables(BlockPool):
         self._prune_above = max(_MOST_TABLES, len(tables)) + _PRUNE_EVERY
 
     def _table_with(self, block_ids: Sequence[int]) -> BlockTable | None:
-        """The table whose references are given back with these ids: the one that owns the list, or has an equal one."""
-        equal = None
-        for table in reversed(self.request_tables.values()):
-            if table.block_ids is block_ids:
-                return table
-            if equal is None and table.block_ids == block_ids and not self._is_released(table):
-                equal = table
-        return equal if block_ids else None
+        """The table that owns this list. An equal list may be that of another request, which is still running."""
+        tables = reversed(self.request_tables.values())
+        return next((table for table in tables if table.block_ids is block_ids), None)
 
     def _is_released(self, table: BlockTable) -> bool:
         return table._released[0] == len(table.block_ids)
