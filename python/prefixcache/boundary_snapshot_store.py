@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 import os
 import threading
 import time
@@ -111,12 +112,11 @@ class BoundarySnapshotSSDStore:
         if self._is_full(blocks):
             self._note("queue_full", "%d snapshots wait to be written", self._MOST_WAITING)
             return None
+        count = operator.index(token_count)
         text, arrays = encode_layers(layers)
         slots = Slots([(slot_name(index), array, None, 0) for index, array in enumerate(arrays or [mx.zeros((0,))])])
         key = sha256(b"snapshot %d" % number)
-        status, _ = blocks.put(
-            key, _NO_PARENT, token_count, _ANY_TOKEN, slots, token_count, token_count, meta=text, part=Part.state
-        )
+        status, _ = blocks.put(key, _NO_PARENT, count, _ANY_TOKEN, slots, count, count, meta=text, part=Part.state)
         if not status:
             self._note("queue_full" if status.code == StatusCode.FULL else "save_errors", "%s", status.message)
             return None

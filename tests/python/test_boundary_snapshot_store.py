@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
@@ -309,6 +310,26 @@ def test_arrays_are_evaluated_on_the_calling_thread_and_together(store: Boundary
     thread.start()
     thread.join()
     assert found == [raw(lazy[0])]
+
+
+def test_one_copy_to_save_and_one_to_load(store: BoundarySnapshotSSDStore) -> None:
+    """No clones in MLX's memory and no `bytes` in Python's."""
+    megabytes = 32
+    big = [layer(*(mx.ones((megabytes << 17,)) for _ in range(2)))]
+    mx.eval(big[0]["state"])
+    small = 1 << 20
+    tracemalloc.start()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    assert store.save("r", 4, big, as_given)
+    assert mx.get_peak_memory() - before < small
+    found = store.load("r", 4)
+    assert found is not None
+    _, python_peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert mx.get_peak_memory() - before < (megabytes << 20) + small
+    assert python_peak < small
+    check_loads(store, "r", 4, big)
 
 
 # Which snapshot is which
