@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from array import array
@@ -101,8 +102,7 @@ def test_salts_of_any_kind_are_told_apart() -> None:
 
 @pytest.mark.parametrize("salt", LOOKALIKE_SALTS, ids=repr)
 def test_a_salt_gives_the_same_hash_again(salt: Any) -> None:
-    again = {"a": 1} if salt == ({"a": 1},) else None
-    assert compute_block_hash(None, [1], salt) == compute_block_hash(None, [1], (again,) if again else salt)
+    assert compute_block_hash(None, [1], salt) == compute_block_hash(None, [1], copy.deepcopy(salt))
 
 
 def test_long_arrays_as_salts_are_hashed_whole() -> None:
@@ -215,6 +215,5 @@ def test_a_prompts_hashes_are_those_of_its_blocks_one_by_one(
 
 def test_without_salts_the_hashes_are_a_plain_chain() -> None:
     tokens = list(range(1000))
-    assert (
-        block_hashes(tokens, 64, "m") == KeyChain("m", [], tokens, 64).keys == reference.chain_hashes("m", tokens, 64)
-    )
+    found = block_hashes(tokens, 64, "m")
+    assert found == KeyChain("m", [], tokens, 64).keys == reference.chain_hashes("m", tokens, 64)
