@@ -24,7 +24,7 @@ from prefixcache._omlx.live_layers import bare, live_cache, meta_tuple, sub_laye
 from prefixcache._omlx.sized_arrays import SizedArraysCache
 from prefixcache.errors import Unsupported
 
-__all__ = ["bare", "layer_dict", "live_caches", "sub_layers", "with_offset", "wrap_restored"]
+__all__ = ["bare", "layer_dict", "live_caches", "sub_layers", "with_offset", "wrap_restored", "write_state"]
 
 _EXTRAS = ("token_count", "codecs", "sub_extras")
 
@@ -108,6 +108,12 @@ def layer_dict(cache: Any) -> dict[str, Any]:
     if isinstance(cache, SizedArraysCache):
         extras = {"token_count": cache.size()}
     return {"state": state, "meta_state": meta, "class_name": name, "cache_type": type_value(name), **extras}
+
+
+def write_state(class_name: str, cache: Any) -> tuple[Any, Any]:
+    """State and meta state of a live cache as those of this class. AttributeError, TypeError or IndexError if it is
+    not like one."""
+    return _WRITERS[class_name](cache)[:2]
 
 
 _Written = tuple[Any, Any, dict[str, Any]]
