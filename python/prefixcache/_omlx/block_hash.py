@@ -90,6 +90,20 @@ def block_hashes(
     return keys
 
 
+def block_digests(
+    count: int,
+    block_size: int,
+    extra_keys: ExtraKeys | None = None,
+    extra_key_token_start: int | None = None,
+    extra_key_ranges: ExtraKeyRanges | None = None,
+) -> list[bytes | None]:
+    """A 32-byte digest of the salt of each of ``count`` blocks, None for a block without one; [] if none has one."""
+    if not extra_keys and not extra_key_ranges:
+        return []
+    salts = _block_salts(count, block_size, extra_keys, extra_key_token_start, extra_key_ranges)
+    return [sha256(_encoded(salt)) if salt else None for salt in salts]
+
+
 def _block_salts(
     count: int,
     block_size: int,

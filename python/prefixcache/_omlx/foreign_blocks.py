@@ -1,0 +1,208 @@
+"""Blocks in an SSD manager that is not ours: whole blocks by their hashes, in oMLX's shapes.
+
+Only ``save_block``, ``load_block_with_metadata`` and ``forget_block`` are used, with the arguments that stand-ins know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from prefixcache._omlx import turboquant_states
+from prefixcache._omlx.block_data import (
+    CACHE_LIST,
+    NSTATE,
+    TURBOQUANT,
+    is_placeholder,
+    layer_class,
+    problematic,
+    valid,
+    walk_back,
+)
+from prefixcache._omlx.cache_types import canonical
+from prefixcache.errors import Unsupported
+from prefixcache.type_handlers import SizedArraysCache
+from prefixcache.type_registry import CacheTypeRegistry
+
+# What a store or a handler of somebody else may raise in the request path: a shorter hit.
+TROUBLE = (ValueError, TypeError, OSError, RuntimeError, KeyError, IndexError, AttributeError, MemoryError, Unsupported)
+
+
+@dataclass
+class Loaded:
+    """Blocks that were loaded, the first of a table. ``rejected``: whether the one behind them is not this model's, so
+    that it is to be forgotten."""
+
+    data: list[list[Any]] = field(default_factory=list)
+    metas: list[Mapping[str, Any]] = field(default_factory=list)
+    types: list[str] | None = None
+    rejected: bool = False
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What blocks must agree with; 0, "" and None agree with everything."""
+
+    model_name: str
+    layers: int
+    block_size: int
+    types: Sequence[str] | None
+
+    def fits(self, meta: Mapping[str, Any], first_types: Sequence[str] | None) -> bool:
+        """Whether a block with this metadata may follow blocks with ``first_types``."""
+        name, layers, size = (meta.get(key) for key in ("model_name", "num_layers", "block_size"))
+        if self.model_name and isinstance(name, str) and name and name != self.model_name:
+            return False
+        if self.layers and isinstance(layers, int) and layers > 0 and layers != self.layers:
+            return False
+        if self.block_size and isinstance(size, int) and size > 0 and size != self.block_size:
+            return False
+        types = canonical_types(meta.get("layer_cache_types"))
+        return types is None or all(
+            known is None or canonical_types(known) == types for known in (self.types, first_types)
+        )
+
+
+def canonical_types(types: Any) -> list[str] | None:
+    """The names under which layers are compared; None for None and for what is no list of names."""
+    return [canonical(str(name)) for name in types] if isinstance(types, list | tuple) else None
+
+
+def load(hashes: Sequence[bytes], load_one: Callable[[bytes], Any], expected: Expected) -> Loaded:
+    """Loads blocks up to the first that is missing, damaged or another model's."""
+    found = Loaded()
+    for value in hashes:
+        try:
+            data, meta = load_one(value)
+        except TROUBLE:
+            break
+        if data is None:
+            break
+        meta = meta if isinstance(meta, Mapping) else {}
+        types = canonical_types(meta.get("layer_cache_types"))
+        if not expected.fits(meta, found.types) or not valid(data, types or found.types):
+            found.rejected = True
+            break
+        if found.types is None and types is not None:
+            found.types = types
+        found.data.append(list(data))
+        found.metas.append(meta)
+    return found
+
+
+def usable(found: Loaded) -> int:
+    """How many of the loaded blocks lead to an end at which every layer's state is real."""
+    if not found.data:
+        return 0
+    cut = walk_back(found.data, found.types)
+    count = len(found.data) if cut is None else cut + 1
+    return 0 if any(problematic(found.data[count - 1], found.types)) else count
+
+
+def rebuild(found: Loaded, count: int, block_size: int) -> list[Any] | None:
+    """One cache a layer from the first ``count`` blocks; None if a layer cannot be rebuilt."""
+    blocks, metas = found.data[:count], found.metas[:count]
+    layers = len(blocks[0])
+    if any(len(block) != layers for block in blocks):
+        return None
+    caches = []
+    for index in range(layers):
+        name = found.types[index] if found.types is not None and index < len(found.types) else "KVCache"
+        entries = [block[index] for block in blocks]
+        first, last = _meta(metas[0], index), _meta(metas[-1], index)
+        try:
+            cache = _layer(name, entries, first, last, count * block_size)
+        except TROUBLE:
+            return None
+        if cache is None:
+            return None
+        caches.append(cache)
+    return caches
+
+
+def _meta(meta: Mapping[str, Any], index: int) -> Any:
+    states = meta.get("layer_meta_states")
+    return states[index] if isinstance(states, list | tuple) and index < len(states) else None
+
+
+def _layer(name: str, entries: Sequence[Any], first: Any, last: Any, tokens: int) -> Any:
+    if isinstance(entries[0], tuple) and entries[0] and entries[0][0] in TURBOQUANT:
+        keys, values = (turboquant_states.joined([entry[1][side] for entry in entries]) for side in (0, 1))
+        return turboquant_states.rebuilt(keys, values, tuple(first or ()))
+    if name == "CacheList":
+        return _composite(entries, last)
+    handler = CacheTypeRegistry.get_handler_by_class_name(name)
+    if handler.supports_block_slicing:
+        return handler.deserialize_state(_joined(handler, entries), first)
+    elements = elements_of(entries[-1])
+    if not elements or is_placeholder(entries[-1]):
+        return None
+    cache = handler.deserialize_state(elements, last)
+    if name == "ArraysCache" and cache is not None:
+        inner = cache._inner if isinstance(cache, SizedArraysCache) else cache
+        return SizedArraysCache(inner, tokens)
+    return cache
+
+
+def elements_of(entry: Any) -> tuple[Any, ...]:
+    """The elements of an entry, whatever marks it."""
+    if isinstance(entry, tuple) and len(entry) == 3 and entry[0] == NSTATE:
+        return tuple(entry[2])
+    return tuple(entry) if isinstance(entry, list | tuple) else ()
+
+
+def _joined(handler: Any, entries: Sequence[Any]) -> tuple[Any, ...]:
+    """The elements of all blocks: those with an axis of tokens joined along it, the others from the last block."""
+    blocks = [elements_of(entry) for entry in entries]
+    axes = handler.get_state_axis_info()
+    found: list[Any] = []
+    for place, parts in enumerate(zip(*blocks, strict=True)):
+        axis = axes[place] if place < len(axes) else None
+        if any(part is None for part in parts):
+            found.append(None)
+        elif axis is None or not axis.sliceable:
+            found.append(parts[-1])
+        else:
+            along = axis.sequence_axis if parts[0].ndim == 4 else parts[0].ndim - 2
+            found.append(parts[0] if len(parts) == 1 else mx.concatenate(list(parts), axis=along))
+    return tuple(found)
+
+
+def _composite(entries: Sequence[Any], meta: Any) -> Any:
+    blocks = [list(entry[1]) if isinstance(entry, tuple) and entry[:1] == (CACHE_LIST,) else entry for entry in entries]
+    last = blocks[-1]
+    if not isinstance(last, list) or not isinstance(meta, list | tuple) or len(meta) != 2:
+        return None
+    names = [canonical(str(name)) for name in meta[0]]
+    subs, sub_metas = [], list(meta[1])
+    if len(names) != len(last) or len(sub_metas) != len(last):
+        return None
+    for place, name in enumerate(names):
+        handler = CacheTypeRegistry.get_handler_by_class_name(name)
+        if not handler.supports_block_slicing:
+            subs.append(elements_of(last[place]))
+            continue
+        if not all(isinstance(block, list) and len(block) == len(last) for block in blocks):
+            return None
+        subs.append(_joined(handler, [block[place] for block in blocks]))
+        if isinstance(sub_metas[place], list | tuple) and sub_metas[place]:
+            # The number of rows, which metas of a longer run overstate.
+            sub_metas[place] = (str(subs[-1][0].shape[2]), *sub_metas[place][1:])
+    return CacheTypeRegistry.get_handler_by_class_name("CacheList").deserialize_state(subs, (names, sub_metas))
+
+
+def block_metas(layers: Sequence[Mapping[str, Any]], snapshot: Sequence[Mapping[str, Any]] | None) -> list[Any]:
+    """The meta state of each layer: a snapshot's where it has one, else the shared one."""
+    metas = [layer.get("meta_state") or () for layer in layers]
+    for index, layer in enumerate(snapshot or ()):
+        if index < len(metas) and layer.get("meta_state"):
+            metas[index] = layer["meta_state"]
+    return metas
+
+
+def type_names(layers: Sequence[Mapping[str, Any]], config: Any) -> list[str]:
+    """The class name of each layer, as blocks record it."""
+    return [canonical(layer_class(layer, index, config)) for index, layer in enumerate(layers)]

@@ -1,0 +1,213 @@
+"""Where the tensors of blocks go and come from: our own store, or somebody else's SSD manager."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from prefixcache._omlx import foreign_blocks
+from prefixcache._omlx.block_data import block_slices, layer_class, sequence_length
+from prefixcache._omlx.block_hash import block_digests
+from prefixcache._omlx.cache_types import canonical
+from prefixcache._omlx.foreign_blocks import TROUBLE, Expected, canonical_types
+from prefixcache._omlx.own_blocks import OwnBlocks, Snapshots
+from prefixcache._omlx.private_names import PrivateNames
+from prefixcache._omlx.request_tables import HASH_LENGTH, RequestTables, Salts
+from prefixcache.errors import Unsupported
+from prefixcache.paged_cache import BlockTable
+from prefixcache.paged_ssd_cache import PagedSSDCacheManager
+from prefixcache.type_registry import CacheTypeRegistry
+
+Layers = Sequence[Mapping[str, Any]]
+
+
+class TensorStore(RequestTables, PrivateNames):
+    """Mixed into ``BlockAwarePrefixCache``."""
+
+    model: Any
+    paged_ssd_cache: Any
+    expected_num_layers: int
+
+    def __init__(self, prototypes: Sequence[Any]) -> None:
+        super().__init__()
+        self._prototypes = prototypes
+        self._stored_types: list[str] | None = None
+        self._own: tuple[object, OwnBlocks | None] = (None, None)
+
+    def _expected_types(self) -> list[str] | None:
+        """The layer types that the SSD manager was told to expect of this model."""
+        types = getattr(self.paged_ssd_cache, "_expected_layer_cache_types", None)
+        if not isinstance(types, list | tuple) or not types:
+            return None
+        # A draft model may share the manager: what is expected of the target says nothing of it.
+        judged = getattr(self.paged_ssd_cache, "_expected_model_name", None)
+        if isinstance(judged, str) and judged and judged != self._model_name():
+            return None
+        return canonical_types(types)
+
+    def _model_name(self) -> str:
+        return self.paged_cache.model_name or ""
+
+    def _own_blocks(self, layers: Layers | None = None) -> OwnBlocks | None:
+        """Our own store's view of this model; None for another SSD manager, and for a model that does not tell its
+        cache classes. ``layers``: what is about to be stored tells their types."""
+        manager = self.paged_ssd_cache
+        if type(manager) is not PagedSSDCacheManager or not self._prototypes:
+            return None
+        types = self._expected_types()
+        with self._lock:
+            if types is None:
+                if layers is not None:
+                    self._stored_types = foreign_blocks.type_names(layers, None)
+                types = self._stored_types or [canonical(type(cache).__name__) for cache in self._prototypes]
+            form = (manager, self._model_name(), self.expected_num_layers, tuple(types), self.block_size)
+            if self._own[0] != form:
+                self._own = (form, self._new_own(manager, types))
+            return self._own[1]
+
+    def _new_own(self, manager: PagedSSDCacheManager, types: Sequence[str]) -> OwnBlocks | None:
+        form = (self.expected_num_layers, list(types))
+        try:
+            own = OwnBlocks(manager._store, self._prototypes, self._model_name(), form, self.block_size)
+        except (Unsupported, ValueError, TypeError):
+            return None
+        manager._attach_space(self._model_name(), own.space)
+        return own
+
+    def _restore_own(self, own: OwnBlocks, hashes: Sequence[bytes]) -> tuple[int, int, list[Any] | None]:
+        """(blocks that caches stand at, blocks whose rows are there, caches or None)."""
+        forgotten = self.paged_ssd_cache._shown.is_forgotten
+        known = takewhile(lambda value: len(value) == HASH_LENGTH and not forgotten(value), hashes)
+        ours = list(known)
+        restored = own.restore(ours)
+        count = 0 if restored.caches is None else restored.n // self.block_size
+        hot = restored.tiers.get("ram", 0) // self.block_size
+        self.paged_ssd_cache._count(loads=count, hits=count, hot_cache_hits=hot, misses=len(hashes) - count)
+        return count, count if count == len(hashes) else own.stored(ours), restored.caches
+
+    def _save_own(
+        self,
+        own: OwnBlocks,
+        hashes: Sequence[bytes],
+        tokens: Sequence[int],
+        layers: Layers,
+        snapshots: Snapshots | None,
+        salts: Salts,
+    ) -> int:
+        """How many blocks are stored now."""
+        digests = block_digests(len(hashes), self.block_size, *salts)
+        try:
+            kept = own.store(hashes, tokens, layers, snapshots, digests)
+        except (Unsupported, ValueError, TypeError):
+            self.paged_ssd_cache._count(errors=1)
+            return 0
+        self.paged_ssd_cache._note_parts_saved(hashes[:kept])
+        return kept
+
+    def _load_foreign(self, hashes: Sequence[bytes], promote: bool) -> foreign_blocks.Loaded:
+        manager = self.paged_ssd_cache
+
+        def load_one(value: bytes) -> Any:
+            # Stand-ins know one argument.
+            if promote:
+                return manager.load_block_with_metadata(value)
+            return manager.load_block_with_metadata(value, promote_to_hot_cache=False)
+
+        expected = Expected(self._model_name(), self.expected_num_layers, self.block_size, self._expected_types())
+        return foreign_blocks.load(hashes, load_one, expected)
+
+    def _restore_foreign(
+        self, table: BlockTable, hashes: Sequence[bytes], promote: bool
+    ) -> tuple[int, int, list[Any] | None]:
+        """(blocks that caches stand at, blocks whose tensors are there, caches or None)."""
+        found = self._load_foreign(hashes, promote)
+        sound = len(found.data)
+        if found.rejected:
+            self._forget_incompatible_ssd_block(hashes[sound], table.block_ids[sound])
+        count = foreign_blocks.usable(found)
+        caches = foreign_blocks.rebuild(found, count, self.block_size) if count else None
+        return (0 if caches is None else count), sound, caches
+
+    def _save_foreign(
+        self,
+        table: BlockTable,
+        hashes: Sequence[bytes],
+        layers: Layers,
+        config: Any,
+        snapshots: Snapshots | None,
+        write_back: bool,
+    ) -> None:
+        """Saves the blocks behind the table's one by one, and stops at the first that is refused."""
+        types = foreign_blocks.type_names(layers, config)
+        rows = _rows(layers, config, len(hashes) * self.block_size)
+        options = {} if write_back else {"hot_cache_write_back": False}
+        for number in range(len(table.block_ids), len(hashes)):
+            end = (number + 1) * self.block_size
+            if end > rows:
+                return
+            known = self._take_mapped(hashes[number])
+            if known is not None:
+                table.add_block(known, self.block_size)
+                continue
+            snapshot = snapshots[end] if snapshots is not None and end in snapshots else None
+            last = number == len(hashes) - 1
+            data = block_slices(layers, end - self.block_size, end, config, last, snapshot)
+            block = None if data is None else self.paged_cache.allocate_block()
+            if block is None:
+                return
+            try:
+                saved = self.paged_ssd_cache.save_block(
+                    block_hash=hashes[number],
+                    cache_data=data,
+                    token_count=self.block_size,
+                    model_name=self._model_name(),
+                    layer_cache_types=types,
+                    layer_meta_states=foreign_blocks.block_metas(layers, snapshot),
+                    **options,
+                )
+            except TROUBLE:
+                saved = False
+            if not saved:
+                self.paged_cache.free_block(block.block_id)
+                return
+            self._register(block, hashes[number])
+            table.add_block(block.block_id, self.block_size)
+
+
+def made_caches(model: Any) -> list[Any]:
+    """A model's own fresh caches, one a layer; [] if it does not tell."""
+    make = getattr(model, "make_cache", None)
+    if make is None:
+        return []
+    try:
+        caches = make()
+    except TROUBLE:
+        return []
+    return caches if isinstance(caches, list) else []
+
+
+def layer_count(model: Any) -> int:
+    """The number of a model's layers, from its layers or its configuration; 0 if it does not tell."""
+    layers = getattr(model, "layers", None)
+    if isinstance(layers, Sequence) and len(layers):
+        return len(layers)
+    for name in ("args", "config"):
+        count = getattr(getattr(model, name, None), "num_hidden_layers", None)
+        if isinstance(count, int) and count > 0:
+            return count
+    return 0
+
+
+def _rows(layers: Layers, config: Any, tokens: int) -> int:
+    """Tokens that every plain layer has rows of; all of them if there is no such layer."""
+    rows = [
+        sequence_length([layer])
+        for index, layer in enumerate(layers)
+        if _is_plain(canonical(layer_class(layer, index, config)))
+    ]
+    return min([tokens, *rows])
+
+
+def _is_plain(name: str) -> bool:
+    return bool(CacheTypeRegistry.get_handler_by_class_name(name).supports_block_slicing)
