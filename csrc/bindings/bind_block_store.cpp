@@ -284,6 +284,12 @@ Status erase(BlockStore& self, const nb::list& keys, const std::vector<Part>& pa
   return self.erase(list, parts);
 }
 
+std::uint64_t trim_ram(BlockStore& self, std::uint64_t target_bytes, const nb::list& protected_keys) {
+  const std::vector<Key> keys = to_keys(protected_keys);
+  nb::gil_scoped_release release;
+  return self.trim_ram(target_bytes, keys);
+}
+
 }  // namespace
 
 void init_block_store(nb::module_& m) {
@@ -334,6 +340,10 @@ void init_block_store(nb::module_& m) {
            nb::sig("def erase(self, keys: list[bytes], parts: list[Part]) -> Status"), "Forgets parts and their files.")
       .def("clear", &BlockStore::clear, Release(), "Forgets everything of this namespace.")
       .def("flush", &BlockStore::flush, Release(), "Waits for queued writes; the first error since the last flush.")
+      .def("trim_ram", &trim_ram, "target_bytes"_a, "protected"_a = nb::list(),
+           nb::sig("def trim_ram(self, target_bytes: int, protected: list[bytes] = []) -> int"),
+           "Gives memory back to the system until the RAM tier holds at most that; returns how much. What is only in\n"
+           "RAM stays, unless there is no disk; so does what is being read or written, and what is protected.")
       .def(
           "stats",
           [](const BlockStore& self) {

@@ -50,7 +50,7 @@ std::shared_ptr<Buffer> BufferPool::acquire(std::uint64_t size) {
     return std::make_shared<Buffer>(shared_from_this(), data, had);
   }
   if (want > limit_) return nullptr;
-  drop_spares_until(want);
+  drop_spares_above(limit_ - want);
   if (held_ + want > limit_) return nullptr;
   std::uint8_t* data = map_memory(want);
   if (data == nullptr) return nullptr;
@@ -59,8 +59,19 @@ std::shared_ptr<Buffer> BufferPool::acquire(std::uint64_t size) {
   return std::make_shared<Buffer>(shared_from_this(), data, want);
 }
 
-void BufferPool::drop_spares_until(std::uint64_t room) {
-  while (held_ + room > limit_ && !spares_.empty()) {
+void BufferPool::trim(std::uint64_t target) {
+  std::lock_guard lock(mutex_);
+  drop_spares_above(target);
+}
+
+void BufferPool::close() {
+  std::lock_guard lock(mutex_);
+  closed_ = true;
+  drop_spares_above(0);
+}
+
+void BufferPool::drop_spares_above(std::uint64_t most) {
+  while (held_ > most && !spares_.empty()) {
     const auto largest = std::prev(spares_.end());
     ::munmap(largest->second, largest->first);
     held_ -= largest->first;
@@ -71,6 +82,7 @@ void BufferPool::drop_spares_until(std::uint64_t room) {
 void BufferPool::give_back(std::uint8_t* data, std::uint64_t size) {
   std::lock_guard lock(mutex_);
   spares_.emplace(size, data);
+  if (closed_) drop_spares_above(0);
 }
 
 std::uint64_t BufferPool::held() const {

@@ -30,6 +30,11 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   // Memory for `size` bytes, or null where the bound does not allow it: the caller frees something and asks again.
   std::shared_ptr<Buffer> acquire(std::uint64_t size);
 
+  // Gives memory kept for reuse back to the system until at most `target` bytes are held.
+  void trim(std::uint64_t target);
+  // As trim(0), and from now on nothing is kept for reuse.
+  void close();
+
   std::uint64_t limit() const { return limit_; }
   std::uint64_t held() const;
   std::uint64_t peak() const;
@@ -37,13 +42,14 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
  private:
   friend class Buffer;
   void give_back(std::uint8_t* data, std::uint64_t size);
-  void drop_spares_until(std::uint64_t room);
+  void drop_spares_above(std::uint64_t most);
 
   const std::uint64_t limit_;
   mutable std::mutex mutex_;
   std::multimap<std::uint64_t, std::uint8_t*> spares_;  // by size
   std::uint64_t held_ = 0;
   std::uint64_t peak_ = 0;
+  bool closed_ = false;
 };
 
 class Buffer {

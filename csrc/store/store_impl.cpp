@@ -200,6 +200,8 @@ Status StoreImpl::close() {
   Lock lock(mutex_);
   std::vector<FileToRemove> kept;
   for (PartRecord* record : index_.all()) drop(*record, kept);
+  pool_->close();
+  queue_pool_->close();
   return status;
 }
 

@@ -46,6 +46,7 @@ class StoreImpl : public BlockStore {
   Status erase(std::span<const Key> keys, std::span<const Part> parts) override;
   Status clear() override;
   Status flush() override;
+  std::uint64_t trim_ram(std::uint64_t target_bytes, std::span<const Key> protected_keys) override;
   StoreStats stats() const override;
   Status close() override;
 
@@ -72,6 +73,12 @@ class StoreImpl : public BlockStore {
   bool contained_in_sibling(const PutRequest& request) const;
   std::vector<PartRecord*> superseded_by(const PutRequest& request) const;
   void remove_superseded(const PutRequest& request);
+
+  // RAM
+  void drop_images(std::uint64_t bytes, std::span<const Key> protected_keys);
+  // With the mutex held; a record without a file goes. The caller lets go of the image without the mutex.
+  std::shared_ptr<Image> leave_ram(PartRecord& record);
+
   // on the writer's thread
   Status write_image(const std::shared_ptr<Image>& image);
   Status write_file(Image& image, std::string& temp, std::uint64_t& file_bytes);

@@ -295,11 +295,7 @@ bool StoreImpl::evict_one_from_ram(const Image& newcomer) {
     if (found == order.rend()) return false;
     victim = *found;
   }
-  ++stats_.evicted_ram_parts;
-  image = victim->image;
-  victim->forget_image();
-  index_.remove_from_ram(*victim);
-  if (!victim->on_disk) index_.remove(*victim);
+  image = leave_ram(*victim);
   lock.unlock();
   return true;
 }

@@ -287,6 +287,12 @@ class BlockStore:
     def flush(self) -> Status:
         """Waits for queued writes; the first error since the last flush."""
 
+    def trim_ram(self, target_bytes: int, protected: list[bytes] = []) -> int:
+        """
+        Gives memory back to the system until the RAM tier holds at most that; returns how much. What is only in
+        RAM stays, unless there is no disk; so does what is being read or written, and what is protected.
+        """
+
     def stats(self) -> dict[str, int | bool | str]:
         """Counters and sizes; see StoreStats."""
 

@@ -186,6 +186,24 @@ class TestIndex:
         store.erase([key(1)], [Part.win])
         assert sorted(store.presence([key(1)])[0]) == ["kv", "state"]
 
+    def test_trim_ram_gives_memory_back(self, store: BlockStore) -> None:
+        array = numbered((8, 2))
+        put(store, [("k", array, 0, 0)], 0, 4)
+        put(store, [("k", array, 0, 0)], 4, 8, 2, key(1))
+        assert store.flush()
+        held = store.stats()["ram_bytes"]
+        assert isinstance(held, int)
+        # What the queue keeps for its next part goes in any case; without a RAM tier that is all.
+        assert (store.trim_ram(held) > 0) == (held == 0)
+        assert store.trim_ram(held) == 0
+        assert store.trim_ram(0, [key(1), key(2)]) == 0
+        assert store.trim_ram(0, protected=[key(1)]) == held // 2
+        assert same(store.load(key(1)).take_slots()["k"], array[:4])
+        assert store.trim_ram(0) == held // 2
+        assert store.stats()["ram_bytes"] == 0
+        on_disk = store.presence([key(1), key(2)]) != [{}, {}]
+        assert on_disk == (held == 0)
+
 
 class TestMisuse:
     def test_bad_slots(self) -> None:
@@ -267,7 +285,9 @@ class TestMisuse:
         assert store.load(key(1)).status.code == StatusCode.CLOSED
         assert store.longest_prefix([key(1)], ROOT, 8) == 0
         assert store.children(ROOT) == []
+        assert store.trim_ram(0) == 0
         assert store.stats()["parts"] == 0
+        assert store.stats()["ram_bytes"] == 0
         assert len(part_files(tmp_path / "cache")) == 1
 
 

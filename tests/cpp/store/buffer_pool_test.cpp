@@ -101,5 +101,22 @@ TEST(BufferPool, TheBoundHoldsForSeveralThreads) {
   EXPECT_LE(pool->peak(), pool->limit());
 }
 
+TEST(BufferPool, TrimGivesBackOnlyWhatIsSpare) {
+  const auto pool = std::make_shared<BufferPool>(10 * kMiB);
+  auto kept = pool->acquire(64 * kKiB);
+  pool->acquire(128 * kKiB);
+  pool->acquire(256 * kKiB);
+  EXPECT_EQ(pool->held(), 448 * kKiB);
+  pool->trim(400 * kKiB);
+  EXPECT_EQ(pool->held(), 192 * kKiB);
+  pool->trim(0);
+  EXPECT_EQ(pool->held(), 64 * kKiB);
+  std::memset(kept->data(), 1, kept->size());
+  pool->close();
+  EXPECT_EQ(pool->held(), 64 * kKiB);
+  kept.reset();
+  EXPECT_EQ(pool->held(), 0u);
+}
+
 }  // namespace
 }  // namespace prefixcache::store
