@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from prefixcache import _sizes
-from prefixcache._core import BlockStore, Part, StatusCode, eviction_order, group_key
+from prefixcache._core import BlockStore, Part, StatusCode, eviction_order
 from prefixcache._directory import scan
-from prefixcache._omlx.blobs import NAMESPACE, BlobMetadata, Blobs, Form, blob_key, store_key
+from prefixcache._omlx.blobs import NAMESPACE, BlobMetadata, Blobs, Form, blob_key
 from prefixcache._omlx.hot_budget import SharedHotCacheBudget
+from prefixcache._omlx.layer_signature import LayerSignature
+from prefixcache._omlx.part_blocks import PartBlocks
 from prefixcache._omlx.shown_blocks import ShownBlocks
 from prefixcache._omlx.ssd_index import (
-    Expected,
     PagedSSDBlockMetadata,
     PagedSSDCacheIndex,
     canonical_types,
     compat_signature,
 )
+from prefixcache._omlx.ssd_stats import COUNTERS, PRELOAD, is_named, narrowed, stats_dict, stats_of
 from prefixcache._omlx.tuples import placeholders
 from prefixcache.interface import CacheManager
 from prefixcache.stats import PagedSSDCacheStats
@@ -40,8 +43,19 @@ _cache_compat_signature = compat_signature
 
 # What may wait to be written, beside what the RAM tier holds.
 _LEAST_QUEUE_BYTES = 1 << 30
-_COUNTERS = ("saves", "loads", "hits", "misses", "errors", "hot_cache_hits")
-_PRELOAD = ("preload_calls", "preload_blocks_loaded", "preload_time_ms")
+_SAID = (
+    "num_layers",
+    "token_count",
+    "model_name",
+    "block_size",
+    "cache_signature",
+    "layer_cache_types",
+    "layer_meta_states",
+)
+
+_logger = logging.getLogger("prefixcache")
+
+Loaded: TypeAlias = tuple[list[Any], PagedSSDBlockMetadata, bool]
 
 
 def parse_size(size_str: str) -> int:
@@ -52,7 +66,7 @@ def parse_size(size_str: str) -> int:
     return _sizes.parse_size(text)
 
 
-class PagedSSDCacheManager(CacheManager):
+class PagedSSDCacheManager(LayerSignature, CacheManager):
     """Blocks by hash, in one directory that managers of any number of models may share. Any thread.
 
     ``max_size_bytes``: the bound on everything below ``cache_dir``; ``hot_cache_max_bytes``: the bound on the RAM tier,
@@ -84,14 +98,9 @@ class PagedSSDCacheManager(CacheManager):
         self._hot_cache_only = hot_cache_only
         self._hot_cache_budget = hot_cache_budget
         self._hot_cache_max_bytes = hot_cache_max_bytes if hot_cache_budget is None else hot_cache_budget.max_bytes
-        self._expected_model_name = expected_model_name
-        self._expected_num_layers = expected_num_layers
-        self._expected_block_size = expected_block_size
         # Hints for a queue that is counted in blocks; ours is counted in bytes.
         self._expected_block_size_tokens = expected_block_size_tokens
         self._expected_kv_bytes_per_token = expected_kv_bytes_per_token
-        self._expected_layer_cache_types = None if expected_layer_cache_types is None else [*expected_layer_cache_types]
-        self._signature_sweep_completed = False
 
         self._disk = None if hot_cache_only else self._cache_dir
         self._store = BlockStore.open(
@@ -104,10 +113,13 @@ class PagedSSDCacheManager(CacheManager):
         )
         self._blobs = Blobs(self._store, self._disk)
         self._shown = ShownBlocks(self._blobs, max_size_bytes)
-        self._lock = threading.RLock()
-        # Guarded by _lock: the space of each model's parts, and counters.
-        self._spaces: dict[str, int] = {}
-        self._counts: Counter[str] = Counter(dict.fromkeys((*_COUNTERS, *_PRELOAD), 0))
+        expected = (expected_model_name, expected_num_layers, expected_block_size)
+        super().__init__(self._shown, *expected, expected_layer_cache_types)
+        self._lock = threading.Lock()
+        self._parts = PartBlocks(self._store, self._shown.is_forgotten, self._disk)
+        self._spaces = self._parts.spaces
+        # Guarded by _lock.
+        self._counts: Counter[str] = Counter(dict.fromkeys((*COUNTERS, *PRELOAD), 0))
         self._saving = threading.Lock()
         if hot_cache_budget is not None:
             hot_cache_budget.attach(self)
@@ -117,8 +129,7 @@ class PagedSSDCacheManager(CacheManager):
     def _attach_space(self, model_name: str, space: int) -> None:
         """Blocks of this model that are stored as parts lie in ``space`` from now on; those of its former space are
         not seen any more."""
-        with self._lock:
-            self._spaces[model_name] = space
+        self._parts.attach(model_name, space)
 
     def _note_parts_saved(self, block_hashes: Iterable[bytes]) -> None:
         """Blocks were stored as parts: they count, are not forgotten any more, and the shared budget is to hold."""
@@ -129,65 +140,10 @@ class PagedSSDCacheManager(CacheManager):
 
     def has_block(self, block_hash: bytes) -> bool:
         """Whether ``load_block`` would find the block."""
-        return bool(self._part_spaces(block_hash)) or self._find(block_hash) is not None
-
-    def _part_spaces(self, block_hash: bytes) -> list[tuple[str, int]]:
-        """The models, and their spaces, for which the rows of a block are stored as parts."""
-        with self._lock:
-            spaces = list(self._spaces.items())
-        if not spaces or self._shown.is_forgotten(block_hash):
-            return []
-        key = store_key(block_hash)
-        found = self._store.presence([group_key(key, space) for _, space in spaces])
-        return [item for item, parts in zip(spaces, found, strict=True) if "kv" in parts]
+        return bool(self._parts.find(block_hash)) or self._find(block_hash) is not None
 
     def _find(self, block_hash: bytes) -> BlobMetadata | None:
         return self._shown.find(block_hash, self._expectation())
-
-    # Which blocks are this manager's.
-
-    def _expectation(self) -> Expected:
-        with self._lock:
-            types = self._expected_layer_cache_types
-            return Expected(
-                self._expected_model_name,
-                self._expected_num_layers,
-                self._expected_block_size,
-                None if types is None else tuple(types),
-            )
-
-    def adopt_layer_signature_if_unset(self, layer_cache_types: Sequence[str] | None) -> bool:
-        """Makes these the expected class names if none are; True if it did. Blocks of others are then swept."""
-        with self._lock:
-            if self._expected_layer_cache_types is not None or not layer_cache_types:
-                return False
-            self._expected_layer_cache_types = list(layer_cache_types)
-            self._signature_sweep_completed = False
-        self.invalidate_stale_layer_signature()
-        return True
-
-    def set_expected_layer_signature(self, layer_cache_types: Sequence[str] | None) -> bool:
-        """Sets the expected class names; True if they are others than before but for wrappers."""
-        types = None if layer_cache_types is None else list(layer_cache_types)
-        with self._lock:
-            changed = canonical_types(types) != canonical_types(self._expected_layer_cache_types)
-            self._expected_layer_cache_types = types
-            if changed:
-                self._signature_sweep_completed = False
-        if changed:
-            self._shown.judge_anew()
-        return changed
-
-    def invalidate_stale_layer_signature(self) -> int:
-        """Hides blocks of the expected model whose recorded class names are others than expected; how many.
-
-        Once for each signature. Their files stay: they are another configuration's.
-        """
-        with self._lock:
-            if not self._expected_layer_cache_types or not self._expected_model_name or self._signature_sweep_completed:
-                return 0
-            self._signature_sweep_completed = True
-        return self._shown.sweep(self._expectation())
 
     def close(self) -> None:
         """Writes what waits and stops. Later calls are misses. Safe to call twice."""
@@ -234,7 +190,7 @@ class PagedSSDCacheManager(CacheManager):
     def _is_saved(self, block_hash: bytes, cache_data: Sequence[Any]) -> bool:
         known = self._find(block_hash)
         if known is None:
-            return bool(self._part_spaces(block_hash))
+            return bool(self._parts.find(block_hash))
         return not known.placeholders or not placeholders(cache_data) < known.placeholders
 
     def _form(
@@ -279,32 +235,39 @@ class PagedSSDCacheManager(CacheManager):
         Every byte is compared with its checksum on the first read. What is damaged is removed: a miss from then on.
         Nothing is copied to RAM beside, whatever ``promote_to_hot_cache`` says: the system's page cache holds it.
         """
-        found = self._load(block_hash) if self._find(block_hash) is not None else None
+        try:
+            found = self._load_blob(block_hash) or self._parts.load(block_hash, self._expected_block_size)
+        except ValueError as error:
+            self._drop_damaged(block_hash, error)
+            found = None
         if found is None:
             self._count(misses=1)
             return None, None
-        layers, block = found
-        names = ("num_layers", "token_count", "model_name", "block_size", "cache_signature")
-        said = {name: getattr(block, name) for name in names}
-        return layers, {
-            **said,
-            "layer_cache_types": block.layer_cache_types,
-            "layer_meta_states": block.layer_meta_states,
-        }
+        layers, block, from_ram = found
+        self._count(loads=1, hits=1, hot_cache_hits=from_ram)
+        return layers, {name: getattr(block, name) for name in _SAID}
 
-    def _load(self, block_hash: bytes) -> tuple[list[Any], BlobMetadata] | None:
-        try:
-            status, layers, block = self._blobs.load(block_hash)
-        except ValueError as error:
-            self._shown.drop_damaged(block_hash, error)
+    def _load_blob(self, block_hash: bytes) -> Loaded | None:
+        known = self._find(block_hash)
+        if known is None:
             return None
-        if block is None:
+        found = self._blobs.load(block_hash)
+        if found.metadata is None:
             self._shown.dropped(block_hash)
-            self._count(errors=status.code not in (StatusCode.NOT_FOUND, StatusCode.CLOSED))
+            self._count(errors=found.status.code not in (StatusCode.NOT_FOUND, StatusCode.CLOSED))
+            return None
+        # Another manager may have put its own in the place of what was judged.
+        changed = found.metadata.cache_signature != known.cache_signature
+        if changed and self._shown.judge(found.metadata, self._expectation()) is None:
             return None
         self._shown.touch(block_hash)
-        self._count(loads=1, hits=1)
-        return layers, block
+        return found.layers, found.metadata, found.from_ram
+
+    def _drop_damaged(self, block_hash: bytes, error: ValueError) -> None:
+        """A block that cannot be understood goes: asked for again and again, it would fail again and again."""
+        _logger.warning("a stored block is dropped: %s", error)
+        self.delete_block(block_hash)
+        self._count(errors=1)
 
     def preload_matched_blocks(self, block_hashes: Sequence[bytes]) -> int:
         """How many of these blocks the RAM tier holds now; 0 without one.
@@ -314,13 +277,8 @@ class PagedSSDCacheManager(CacheManager):
         if self._hot_cache_max_bytes == 0:
             return 0
         hashes = list(block_hashes)
-        found = self._blobs.in_ram(hashes)
-        with self._lock:
-            spaces = tuple(self._spaces.values())
-        for space in spaces:
-            parts = self._store.presence([group_key(store_key(one), space) for one in hashes])
-            found = [held or ("kv" in part and part["kv"][0]) for held, part in zip(found, parts, strict=True)]
-        count = sum(found)
+        held = zip(self._blobs.in_ram(hashes), self._parts.in_ram(hashes), strict=True)
+        count = sum(blob or rows for blob, rows in held)
         self._count(preload_calls=1, preload_blocks_loaded=count)
         return count
 
@@ -335,19 +293,14 @@ class PagedSSDCacheManager(CacheManager):
 
     def delete_block(self, block_hash: bytes) -> bool:
         """Removes a block, files and all, in whatever form it is stored. False if it was not there."""
-        with self._lock:
-            spaces = tuple(self._spaces.values())
-        key = store_key(block_hash)
-        keys = [group_key(key, space) for space in spaces]
-        there = self._blobs.present(block_hash) or any(self._store.presence(keys))
-        self._store.erase(keys, [Part.kv, Part.state])
+        there = self._parts.erase(block_hash) | self._blobs.present(block_hash)
         self._blobs.erase(block_hash)
         self._shown.dropped(block_hash)
         return there
 
     def clear(self) -> int:
         """Removes all blocks of all models of the directory; how many parts there were."""
-        count = self._parts()
+        count = self._part_count()
         self._store.clear()
         self._shown.clear()
         return count
@@ -364,6 +317,16 @@ class PagedSSDCacheManager(CacheManager):
             return self._hot_cache_budget.shrink_to(target_bytes, protected_hashes)
         return self.trim_hot(target_bytes, protected_hashes or ())
 
+    def get_block_metadata(self, block_hash: bytes) -> PagedSSDBlockMetadata | None:
+        """What is known of a block; None if it is not there. Of one stored as parts: its model and its tokens."""
+        parts = self._parts.metadata(block_hash, self._expected_block_size, self._expected_layer_cache_types)
+        if parts is not None:
+            return parts
+        known = self._find(block_hash)
+        if known is not None and known.file_path.is_file():
+            known.file_size = known.file_path.stat().st_size
+        return known
+
     def hot_bytes(self) -> int:
         """Bytes that the RAM tier holds now."""
         return int(self._store.stats()["ram_bytes"])
@@ -371,12 +334,9 @@ class PagedSSDCacheManager(CacheManager):
     def trim_hot(self, target_bytes: int, protected_hashes: Iterable[bytes] = ()) -> int:
         """Drops RAM copies of what is on disk, least recently used first, until the RAM tier holds at most so many
         bytes; those of protected blocks stay. Bytes freed. Without a disk what is dropped is gone."""
-        with self._lock:
-            spaces = tuple(self._spaces.values())
         protected = []
         for block_hash in protected_hashes:
-            key = store_key(block_hash)
-            protected += [blob_key(block_hash), *(group_key(key, space) for space in spaces)]
+            protected += [blob_key(block_hash), *self._parts.keys(block_hash)]
         return int(self._store.trim_ram(max(0, target_bytes), protected))
 
     # Sizes and counters.
@@ -403,7 +363,7 @@ class PagedSSDCacheManager(CacheManager):
     def size(self) -> int:
         """Parts that this manager may show. A block is one part, and one more if its layers have windows or states."""
         self._shown.see_all(self._expectation())
-        return max(0, self._parts() - len(self._shown.others()))
+        return max(0, self._part_count() - len(self._shown.others()))
 
     @property
     def max_size(self) -> int:
@@ -422,7 +382,7 @@ class PagedSSDCacheManager(CacheManager):
         """Bytes, as configured."""
         return self._max_size
 
-    def _parts(self) -> int:
+    def _part_count(self) -> int:
         return int(self._store.stats()["parts"])
 
     def get_stats(self) -> PagedSSDCacheStats:
@@ -430,25 +390,26 @@ class PagedSSDCacheManager(CacheManager):
         now = self._store.stats()
         with self._lock:
             counts = dict(self._counts)
-        return PagedSSDCacheStats(
-            hits=counts["hits"],
-            misses=counts["misses"],
-            evictions=int(now["evicted_disk_parts"]),
-            saves=counts["saves"],
-            saves_persisted=int(now["written_parts"]),
-            loads=counts["loads"],
-            errors=counts["errors"] + self._shown.damaged + int(now["write_errors"]),
-            ssd_write_drops=int(now["put_full"]),
-            total_size_bytes=int(now["disk_bytes"]),
-            max_size_bytes=self.max_size,
-            configured_max_size_bytes=self._max_size,
-            num_files=int(now["parts"]),
-            hot_cache_entries=int(now["parts_in_ram"]),
-            hot_cache_size_bytes=int(now["ram_bytes"]),
-            hot_cache_max_bytes=self._hot_cache_max_bytes,
-            hot_cache_hits=counts["hot_cache_hits"],
-            hot_cache_evictions=int(now["evicted_ram_parts"]),
-        )
+        counts["errors"] += self._shown.damaged
+        return stats_of(counts, now, (self.max_size, self._max_size), self._hot_cache_max_bytes)
+
+    def get_stats_for_model(self, model_name: str) -> PagedSSDCacheStats:
+        """``get_stats`` with the sizes of one model: of the blocks whose model name, or the last part of it, is this.
+
+        Of blocks that are stored as parts nothing tells the model: they count if it is the only one attached.
+        """
+        self._shown.see_all(self._expectation())
+        attached = self._parts.models()
+        alone = bool(attached) and all(is_named(name, model_name) for name in attached)
+        blobs = [*self._shown.shown(), *([] if not alone else self._shown.others())]
+        return narrowed(self.get_stats(), blobs, self._blobs.in_ram([b.block_hash for b in blobs]), model_name, alone)
+
+    def get_stats_dict(self) -> dict[str, Any]:
+        """``get_stats`` as a dict, with the directory, sizes as people read them, and what preloading did."""
+        stats = self.get_stats()
+        with self._lock:
+            preload = {name: self._counts[name] for name in PRELOAD}
+        return stats_dict(stats, self._cache_dir, preload)
 
     # As every cache manager.
 
@@ -474,3 +435,10 @@ class PagedSSDCacheManager(CacheManager):
     def _count(self, **counts: int) -> None:
         with self._lock:
             self._counts.update(counts)
+
+    def __repr__(self) -> str:
+        return (
+            f"PagedSSDCacheManager(cache_dir={str(self._cache_dir)!r}, parts={self._part_count()}, "
+            f"size={_sizes.format_size(int(self._store.stats()['disk_bytes']))}, "
+            f"max_size={_sizes.format_size(self._max_size)})"
+        )

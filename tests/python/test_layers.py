@@ -41,6 +41,7 @@ PYTHON_LAYERS = [
     {"_omlx.block_tables"},
     {"_omlx.blobs"},
     {"_omlx.shown_blocks", "_omlx.ssd_stats", "_omlx.part_tuples"},
+    {"_omlx.part_blocks", "_omlx.layer_signature"},
     {"_omlx.snapshot_layers", "_omlx.snapshot_sessions"},
     {"_omlx.handler_base"},
     {"_omlx.handlers_rows", "_omlx.handlers_whole"},

@@ -86,6 +86,16 @@ class Form:
     layer_meta_states: Sequence[Any] | None
 
 
+@dataclass(frozen=True)
+class LoadedBlob:
+    """What ``load`` found; ``metadata`` is None if the status is not good."""
+
+    status: Status
+    layers: list[Any] = field(default_factory=list)
+    metadata: BlobMetadata | None = None
+    from_ram: bool = False
+
+
 class Blobs:
     """The blobs of one store. Any thread. ``directory`` is that of the store, None without one."""
 
@@ -145,11 +155,11 @@ class Blobs:
         status, _ = self._store.put(key, _parent_of(key), 1, TokenBuffer([0]), slots, 0, 1, text, Part.state)
         return status
 
-    def load(self, block_hash: bytes) -> tuple[Status, list[Any], BlobMetadata | None]:
+    def load(self, block_hash: bytes) -> LoadedBlob:
         """The layers and what is known of them; ValueError for a blob that cannot be understood."""
         found = self._store.load(blob_key(block_hash), Part.state)
         if not found.status:
-            return found.status, [], None
+            return LoadedBlob(found.status)
         arrays = found.take_slots()
         said = _parse(found.meta)
         if bytes.fromhex(said["block_hash"]) != block_hash:
@@ -157,7 +167,7 @@ class Blobs:
         arrays.pop("", None)
         size = len(found.meta) + found.ram_bytes + found.disk_bytes
         metadata = _metadata(block_hash, said, self.path_of(block_hash), size, time.time())
-        return found.status, rebuild(arrays, said["layers"]), metadata
+        return LoadedBlob(found.status, rebuild(arrays, said["layers"]), metadata, found.ram_blocks > 0)
 
     def erase(self, block_hash: bytes) -> bool:
         """Removes it, file and all. False if a file could not be removed."""

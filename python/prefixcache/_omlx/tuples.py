@@ -292,7 +292,8 @@ def _named_tuple(name: Json, fields: list[Json], elements: list[Any]) -> Any:
 
 
 @cache
-def _turboquant() -> Any:
+def turboquant_module() -> Any:
+    """mlx-vlm's module of TurboQuant caches; None without mlx-vlm."""
     try:
         from mlx_vlm import turboquant
     except ImportError:
@@ -302,7 +303,7 @@ def _turboquant() -> Any:
 
 def _named_tuple_class(name: str, fields: tuple[str, ...]) -> Any:
     """mlx-vlm's own class of that name and these fields; else one that looks the same."""
-    found = getattr(_turboquant(), name, None)
+    found = getattr(turboquant_module(), name, None)
     if isinstance(found, type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields:
         return found
     return _stand_in(name, fields)
