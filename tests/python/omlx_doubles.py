@@ -242,3 +242,15 @@ def check_slots(cache: Any, tokens: int, size: int = 2, layer: int = 0) -> None:
     assert len(found) == size
     for one, other in zip(found, state_at(tokens, size, layer), strict=True):
         check_same(one, other)
+
+
+def refs(paged: PagedCacheManager, ids: Sequence[int]) -> list[int]:
+    return [paged.allocated_blocks[block_id].ref_count for block_id in ids]
+
+
+def check_table(paged: PagedCacheManager, table: Any, tokens: Sequence[int], blocks: int) -> None:
+    """The table names blocks of this prompt, from its first one on, and no other."""
+    found = [paged.allocated_blocks[block_id] for block_id in table.block_ids]
+    assert [own.block_hash for own in found] == chain(tokens)[:blocks]
+    assert [own.token_count for own in found] == [BLOCK] * blocks
+    assert table.num_tokens == blocks * BLOCK

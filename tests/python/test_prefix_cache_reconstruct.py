@@ -249,15 +249,62 @@ def test_a_list_of_plain_rows_comes_back(meta: Any) -> None:
     assert [one.offset for one in caches[0].caches] == [7, 7]
 
 
-def test_a_list_with_a_recurrent_part_takes_it_from_the_last_block() -> None:
-    meta = ([KV, ARRAYS], [("8",), ""])
-    layers = [layer_dict(LIST, [pair(0, 8), tuple(state_at(8))], meta)]
-    cache, _ = build(lambda: CacheList(KVCache(), arrays()), ssd=ForeignSSD())
-    table = cache.store_cache("r", TWELVE[:8], layers)
+MIXED = ([KV, ARRAYS], [("8",), ""])
+
+
+def mixed() -> CacheList:
+    return CacheList(KVCache(), arrays())
+
+
+def mixed_layer(tokens: int) -> dict[str, Any]:
+    return layer_dict(LIST, [pair(0, tokens), tuple(state_at(tokens))], ([KV, ARRAYS], [(str(tokens),), ""]))
+
+
+def check_mixed(cache: Any, tokens: int) -> None:
+    assert type(cache).__name__ == LIST
+    check_kv(cache.caches[0], tokens)
+    check_slots(cache.caches[1], tokens)
+
+
+def test_a_whole_list_in_the_last_block_is_enough() -> None:
+    blocks = [block([placeholder()], [LIST], [MIXED]), block([[pair(0, 8), tuple(state_at(8))]], [LIST], [MIXED])]
+    cache, _, table, _ = loaded(blocks, mixed)
+    caches = cache.reconstruct_cache(table)
+    assert len(caches) == 1
+    check_mixed(caches[0], 8)
+
+
+def test_a_list_with_a_recurrent_part_comes_back() -> None:
+    cache, _ = build(mixed, ssd=ForeignSSD())
+    table = cache.store_cache("r", TWELVE[:8], [mixed_layer(8)])
     caches = cache.reconstruct_cache(table)
     assert table.num_tokens == 8
-    check_kv(caches[0].caches[0], 8)
-    check_slots(caches[0].caches[1], 8)
+    check_mixed(caches[0], 8)
+
+
+def test_whole_lists_in_every_block_are_not_joined() -> None:
+    """Each block has all rows up to its end: those of the last one are the answer."""
+    cache, _ = build(mixed, KVCache, ssd=ForeignSSD())
+    snapshots = {count: [mixed_layer(count), layer_dict(KV, ())] for count in (4, 8)}
+    cache.store_cache("r", TWELVE, [mixed_layer(12), kv_layer(0, 12, 1)], boundary_snapshots=snapshots)
+    for count in (4, 8, 12):
+        table, _ = cache.fetch_cache(f"s{count}", [*TWELVE[:count], 99])
+        caches = cache.reconstruct_cache(table)
+        assert table.num_tokens == count
+        check_mixed(caches[0], count)
+        check_kv(caches[1], count, 1)
+
+
+def test_a_list_with_a_window_is_that_of_its_last_block() -> None:
+    meta = ([KV, ROTATING], [("8",), ("0", "4", "8", "4")])
+    cache, _ = build(lambda: CacheList(KVCache(), window()), ssd=ForeignSSD())
+    table = cache.store_cache("r", TWELVE[:8], [layer_dict(LIST, [pair(0, 8), pair(4, 8, 1)], meta)])
+    caches = cache.reconstruct_cache(table)
+    assert table.num_tokens == 8
+    rows_of, ring = caches[0].caches
+    check_kv(rows_of, 8)
+    assert (ring.offset, ring.max_size, ring._idx) == (8, 4, 4)
+    check_pair((ring.keys, ring.values), pair(4, 8, 1))
 
 
 def test_rows_without_a_batch_are_joined_on_their_own_axis() -> None:
@@ -272,7 +319,11 @@ def test_rows_without_a_batch_are_joined_on_their_own_axis() -> None:
 
 
 def live(cache: Any) -> dict[str, Any]:
-    """The layer dict of a live cache, on either line of mlx-lm."""
+    """The layer dict of a live cache as a scheduler makes it, on either line of mlx-lm."""
+    if isinstance(cache, CacheList):
+        subs = [live(sub) for sub in cache.caches]
+        meta = ([sub["class_name"] for sub in subs], [sub["meta_state"] for sub in subs])
+        return layer_dict(LIST, [sub["state"] for sub in subs], meta)
     return layer_dict(type(cache).__name__, cache.state, getattr(cache, "meta_state", ()))
 
 
@@ -306,16 +357,6 @@ def test_a_live_recurrent_cache() -> None:
     check_kv(restored[1], 8, 1)
 
 
-def test_a_live_window() -> None:
-    table, restored = stored_and_restored(appended(window()), window)
-    assert table.num_tokens == 8
-    assert (restored[0].offset, restored[0].max_size) == (8, BLOCK)
-    held = restored[0].keys.shape[2]
-    assert restored[0]._idx == held == BLOCK
-    check_pair((restored[0].keys, restored[0].values), pair(8 - held, 8))
-    check_kv(restored[1], 8, 1)
-
-
 def test_a_live_list() -> None:
     table, restored = stored_and_restored(CacheList(appended(KVCache()), appended(KVCache(), 1)), two_lists)
     assert table.num_tokens == 8
@@ -324,7 +365,7 @@ def test_a_live_list() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda: QuantizedKVCache(group_size=32, bits=8), lambda: ChunkedKVCache(16)])
-def test_kinds_that_omlx_does_not_know_come_back_whole_or_not_at_all(make: Callable[[], Any]) -> None:
+def test_kinds_that_are_not_handled_come_back_whole_or_not_at_all(make: Callable[[], Any]) -> None:
     original = appended(make(), dim=32)
     table, restored = stored_and_restored(original, make)
     if restored is None:
