@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from prefixcache import _sizes
 from prefixcache._core import BlockStore, Part, StatusCode, eviction_order
 from prefixcache._directory import scan
 from prefixcache._omlx.blobs import NAMESPACE, BlobMetadata, Blobs, Form, blob_key
@@ -27,6 +26,8 @@ from prefixcache._omlx.ssd_index import (
 )
 from prefixcache._omlx.ssd_stats import COUNTERS, PRELOAD, is_named, narrowed, stats_dict, stats_of
 from prefixcache._omlx.tuples import placeholders
+from prefixcache._sizes import format_size
+from prefixcache._sizes import parse_size as parse_bytes
 from prefixcache.interface import CacheManager
 from prefixcache.stats import PagedSSDCacheStats
 
@@ -63,7 +64,7 @@ def parse_size(size_str: str) -> int:
     text = size_str.strip() if isinstance(size_str, str) else size_str
     if isinstance(text, str) and text[-1:].isdigit() and not text.isdecimal():
         raise ValueError(f"size is {size_str!r}, expected whole bytes or a text such as '512MB' or '1.5GB'")
-    return _sizes.parse_size(text)
+    return parse_bytes(text)
 
 
 class PagedSSDCacheManager(LayerSignature, CacheManager):
@@ -209,9 +210,11 @@ class PagedSSDCacheManager(LayerSignature, CacheManager):
 
     def _save(self, block_hash: bytes, cache_data: Sequence[Any], form: Form) -> bool:
         slots, text, metadata = self._blobs.prepare(block_hash, cache_data, form)
-        # What is there is another model's, was forgotten, or lacks states: it would win as the first.
         with self._saving:
-            if self._blobs.present(block_hash) and not self._is_saved(block_hash, cache_data):
+            if self._blobs.present(block_hash):
+                if self._is_saved(block_hash, cache_data):
+                    return True  # by another thread, meanwhile
+                # Another model's, forgotten, or without states: in a store the first one wins.
                 self._blobs.erase(block_hash)
             status = self._blobs.put(block_hash, slots, text)
             if status:
@@ -391,6 +394,8 @@ class PagedSSDCacheManager(LayerSignature, CacheManager):
         with self._lock:
             counts = dict(self._counts)
         counts["errors"] += self._shown.damaged
+        if self._disk is None:
+            now["parts"] = 0  # of files
         return stats_of(counts, now, (self.max_size, self._max_size), self._hot_cache_max_bytes)
 
     def get_stats_for_model(self, model_name: str) -> PagedSSDCacheStats:
@@ -439,6 +444,6 @@ class PagedSSDCacheManager(LayerSignature, CacheManager):
     def __repr__(self) -> str:
         return (
             f"PagedSSDCacheManager(cache_dir={str(self._cache_dir)!r}, parts={self._part_count()}, "
-            f"size={_sizes.format_size(int(self._store.stats()['disk_bytes']))}, "
-            f"max_size={_sizes.format_size(self._max_size)})"
+            f"size={format_size(int(self._store.stats()['disk_bytes']))}, "
+            f"max_size={format_size(self._max_size)})"
         )

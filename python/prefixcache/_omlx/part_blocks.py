@@ -10,7 +10,7 @@ from typing import Any
 
 from prefixcache._core import BlockStore, Part, group_key
 from prefixcache._omlx.blobs import store_key
-from prefixcache._omlx.part_tuples import load_parts
+from prefixcache._omlx.part_tuples import load_parts, window_keys
 from prefixcache._omlx.ssd_index import PagedSSDBlockMetadata, compat_signature
 
 
@@ -82,10 +82,13 @@ class PartBlocks:
         return None
 
     def erase(self, block_hash: bytes) -> bool:
-        """Removes the rows and states of a block, of all models. False if there were none."""
-        keys = self.keys(block_hash)
-        there = any(self._store.presence(keys))
-        self._store.erase(keys, [Part.kv, Part.state])
+        """Removes the rows, windows and states of a block, of all models. False if there were none."""
+        there = False
+        for key in self.keys(block_hash):
+            windows = window_keys(self._store, key)
+            there = any(self._store.presence([key, *windows])) or there
+            self._store.erase([key], [Part.kv, Part.state])
+            self._store.erase(windows, [Part.win])
         return there
 
     def _metadata(

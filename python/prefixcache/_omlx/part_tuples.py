@@ -12,7 +12,7 @@ from prefixcache._core import BlockStore, Part, group_key
 from prefixcache._handlers.turboquant import stored_states
 from prefixcache._layer_state import LayerState, Reach, Slot, decode_structure, flatten
 from prefixcache._omlx.tuples import NSTATE, TURBOQUANT, turboquant_module
-from prefixcache._parts import window_group
+from prefixcache._parts import head_group, window_group
 from prefixcache.errors import Unsupported
 
 
@@ -51,6 +51,17 @@ def load_parts(store: BlockStore, key: bytes) -> PartBlock | None:
     layers = [_layer(state, str(index), arrays) for index, state in enumerate(template)]
     metas = [_meta(state, end) for state in template]
     return PartBlock(layers, [_class_name(state) for state in template], metas, end, end - start, found.ram_blocks > 0)
+
+
+def window_keys(store: BlockStore, key: bytes) -> list[bytes]:
+    """The keys under which rows of the windows of a block may lie. Reads its part ``kv``, which names the windows."""
+    found = store.load(key, Part.kv)
+    try:
+        template = decode_structure(found.meta) if found.status else []
+    except ValueError:
+        return []
+    reaches = {slot.reach for _, slot in flatten(template) if slot.reach.kind == "window"}
+    return [group_key(key, group(reach)) for reach in reaches for group in (window_group, head_group)]
 
 
 def _window(
