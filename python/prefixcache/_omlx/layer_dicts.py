@@ -24,7 +24,17 @@ from prefixcache._omlx.live_layers import bare, live_cache, meta_tuple, sub_laye
 from prefixcache._omlx.sized_arrays import SizedArraysCache
 from prefixcache.errors import Unsupported
 
-__all__ = ["bare", "layer_dict", "live_caches", "sub_layers", "with_offset", "wrap_restored", "write_state"]
+__all__ = [
+    "bare",
+    "layer_dict",
+    "live_caches",
+    "omlx_form",
+    "sub_layers",
+    "undressed",
+    "with_offset",
+    "wrap_restored",
+    "write_state",
+]
 
 _EXTRAS = ("token_count", "codecs", "sub_extras")
 
@@ -43,6 +53,18 @@ def live_caches(layers: Sequence[Mapping[str, Any]], prototypes: Sequence[Any] |
         raise ValueError(f"{len(layers)} layers, the model has {len(prototypes)}")
     own = [None] * len(layers) if prototypes is None else prototypes
     return [live_cache(layer, own[i], f"layer {i}") for i, layer in enumerate(layers)]
+
+
+def omlx_form(layer: Mapping[str, Any], prototype: Any = None) -> dict[str, Any]:
+    """The same layer with its state and meta state in the form of ``layer_dict``, whatever form they have now.
+
+    A layer that is not understood, such as one with stand-ins for arrays, comes back as it is.
+    """
+    try:
+        form = layer_dict(live_cache(layer, prototype, "layer"))
+    except ValueError:
+        return dict(layer)
+    return {**form, **layer, "state": form["state"], "meta_state": form["meta_state"]}
 
 
 def with_offset(cache: Any, n: int) -> Any:
@@ -78,7 +100,8 @@ def _moved(cache: Any, name: str, at: int, n: int) -> Any:
     if hasattr(cache, "_idx"):
         if cache._idx != at:
             raise Unsupported("structure_mismatch", f"{type(cache).__name__}: rows before token {n} are gone")
-        shorter._idx = n
+        # Behind its end such a cache has no rows.
+        shorter._idx, shorter.keys, shorter.values = n, _cut(cache.keys, n), _cut(cache.values, n)
     if getattr(cache, "start_position", 0) > n:
         raise Unsupported("structure_mismatch", f"{type(cache).__name__}: rows before token {n} are gone")
     if hasattr(cache, "_cached_state"):
@@ -232,6 +255,17 @@ def wrap_restored(caches: Sequence[Any], n: int) -> list[Any]:
     return [SizedArraysCache(bare(one), n) if _is_whole(one) else ready(one) for one in caches]
 
 
+def undressed(cache: Any) -> Any:
+    """The inverse of ``wrap_restored`` for one cache: plain classes, which ``describe_layers`` knows."""
+    cache = bare(cache)
+    children = getattr(cache, "caches", None)
+    if isinstance(children, list | tuple):
+        return type(cache)(*(undressed(child) for child in children))
+    if type(cache).__name__ != "PrefillReadyRotatingKVCache":
+        return cache
+    return _window_like(type(cache).__mro__[1], cache)
+
+
 def _is_whole(cache: Any) -> bool:
     return canonical(type(cache).__name__) == "ArraysCache"
 
@@ -245,6 +279,10 @@ def ready(cache: Any) -> Any:
         return cache
     from prefixcache._rotating_subclass import PrefillReadyRotatingKVCache
 
-    window = PrefillReadyRotatingKVCache(cache.max_size, cache.keep)
+    return _window_like(PrefillReadyRotatingKVCache, cache)
+
+
+def _window_like(kind: Any, cache: Any) -> Any:
+    window = kind(cache.max_size, cache.keep)
     window.keys, window.values, window.offset, window._idx = cache.keys, cache.values, cache.offset, cache._idx
     return window

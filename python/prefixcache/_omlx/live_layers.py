@@ -220,7 +220,8 @@ def sub_layers(layer: Mapping[str, Any], prototype: Any, where: str) -> list[dic
     extras = layer.get("sub_extras")
     if isinstance(extras, list | tuple) and len(extras) == len(found):
         found = [{**extra, **one} for extra, one in zip(extras, found, strict=True)]
-    return found
+    counted = {"token_count": layer["token_count"]} if layer.get("token_count") is not None else {}
+    return [{**counted, **one} for one in found]
 
 
 def _quantised(layer: Layer) -> Any:
