@@ -19,6 +19,7 @@ from prefixcache._omlx.block_data import (
     is_placeholder,
     layer_class,
     problematic,
+    sequence_length,
     valid,
     walk_back,
 )
@@ -79,11 +80,12 @@ def load(hashes: Sequence[bytes], load_one: Callable[[bytes], Any], expected: Ex
             data, meta = load_one(value)
         except TROUBLE:
             break
-        if data is None:
+        if not isinstance(data, list | tuple):
             break
         meta = meta if isinstance(meta, Mapping) else {}
         types = canonical_types(meta.get("layer_cache_types"))
-        if not expected.fits(meta, found.types) or not valid(data, types or found.types):
+        count_fits = len(data) == expected.layers or not expected.layers
+        if not count_fits or not expected.fits(meta, found.types) or not valid(data, types or found.types):
             found.rejected = True
             break
         if found.types is None and types is not None:
@@ -133,7 +135,7 @@ def _layer(name: str, entries: Sequence[Any], first: Any, last: Any, tokens: int
         keys, values = (turboquant_states.joined([entry[1][side] for entry in entries]) for side in (0, 1))
         return turboquant_states.rebuilt(keys, values, tuple(first or ()))
     if name == "CacheList":
-        return _composite(entries, last)
+        return _composite(entries, last, tokens)
     handler = CacheTypeRegistry.get_handler_by_class_name(name)
     if handler.supports_block_slicing:
         return handler.deserialize_state(_joined(handler, entries), first)
@@ -171,7 +173,7 @@ def _joined(handler: Any, entries: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _composite(entries: Sequence[Any], meta: Any) -> Any:
+def _composite(entries: Sequence[Any], meta: Any, tokens: int) -> Any:
     blocks = [list(entry[1]) if isinstance(entry, tuple) and entry[:1] == (CACHE_LIST,) else entry for entry in entries]
     last = blocks[-1]
     if not isinstance(last, list) or not isinstance(meta, list | tuple) or len(meta) != 2:
@@ -182,15 +184,17 @@ def _composite(entries: Sequence[Any], meta: Any) -> Any:
         return None
     for place, name in enumerate(names):
         handler = CacheTypeRegistry.get_handler_by_class_name(name)
-        if not handler.supports_block_slicing:
-            subs.append(elements_of(last[place]))
-            continue
-        if not all(isinstance(block, list) and len(block) == len(last) for block in blocks):
-            return None
-        subs.append(_joined(handler, [block[place] for block in blocks]))
-        if isinstance(sub_metas[place], list | tuple) and sub_metas[place]:
-            # The number of rows, which metas of a longer run overstate.
-            sub_metas[place] = (str(subs[-1][0].shape[2]), *sub_metas[place][1:])
+        elements = elements_of(last[place])
+        if handler.supports_block_slicing:
+            # A list is stored whole, with all rows, where one of its caches cannot be cut.
+            if elements[0].shape[2] != tokens:
+                if not all(isinstance(block, list) and len(block) == len(last) for block in blocks):
+                    return None
+                elements = _joined(handler, [block[place] for block in blocks])
+            if isinstance(sub_metas[place], list | tuple) and sub_metas[place]:
+                # The number of rows, which metas of a longer run overstate.
+                sub_metas[place] = (str(elements[0].shape[2]), *sub_metas[place][1:])
+        subs.append(elements)
     return CacheTypeRegistry.get_handler_by_class_name("CacheList").deserialize_state(subs, (names, sub_metas))
 
 
@@ -206,3 +210,29 @@ def block_metas(layers: Sequence[Mapping[str, Any]], snapshot: Sequence[Mapping[
 def type_names(layers: Sequence[Mapping[str, Any]], config: Any) -> list[str]:
     """The class name of each layer, as blocks record it."""
     return [canonical(layer_class(layer, index, config)) for index, layer in enumerate(layers)]
+
+
+def stand_at(layers: Sequence[Mapping[str, Any]], config: Any) -> int | None:
+    """The tokens that the layers' states are those of, as far as anything tells: what a layer says of itself, the
+    offset of a window, the number of rows of plain layers."""
+    windows, rows = set(), set()
+    for index, layer in enumerate(layers):
+        name = canonical(layer_class(layer, index, config))
+        if isinstance(layer.get("token_count"), int):
+            return int(layer["token_count"])
+        if CacheTypeRegistry.is_rotating_family(name):
+            windows.add(_offset(layer))
+        elif CacheTypeRegistry.get_handler_by_class_name(name).supports_block_slicing:
+            rows.add(sequence_length([layer]))
+    known = windows - {None} or rows - {0}
+    return known.pop() if len(known) == 1 else None
+
+
+def _offset(layer: Mapping[str, Any]) -> int | None:
+    """The offset of a window: in its meta state, or in mlx-lm 0.32's state."""
+    meta, state = layer.get("meta_state"), layer.get("state")
+    told = meta if isinstance(meta, list | tuple) and len(meta) == 4 else None
+    if told is None and isinstance(state, list | tuple) and len(state) == 6:
+        return state[2] if isinstance(state[2], int) else None
+    text = "" if told is None else str(told[2])
+    return int(text) if text.isdecimal() else None

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from prefixcache._omlx import foreign_blocks
-from prefixcache._omlx.block_data import block_slices, layer_class, sequence_length
+from prefixcache._omlx.block_data import block_slices, layer_class, problematic, sequence_length
 from prefixcache._omlx.block_hash import block_digests
 from prefixcache._omlx.cache_types import canonical
 from prefixcache._omlx.foreign_blocks import TROUBLE, Expected, canonical_types
@@ -34,6 +34,8 @@ class TensorStore(RequestTables, PrivateNames):
         self._prototypes = prototypes
         self._stored_types: list[str] | None = None
         self._own: tuple[object, OwnBlocks | None] = (None, None)
+        # Blocks of a foreign store that were saved without a state that a later request may bring.
+        self._lacking: dict[bytes, None] = {}
 
     def _expected_types(self) -> list[str] | None:
         """The layer types that the SSD manager was told to expect of this model."""
@@ -139,40 +141,61 @@ class TensorStore(RequestTables, PrivateNames):
         write_back: bool,
     ) -> None:
         """Saves the blocks behind the table's one by one, and stops at the first that is refused."""
-        types = foreign_blocks.type_names(layers, config)
         rows = _rows(layers, config, len(hashes) * self.block_size)
-        options = {} if write_back else {"hot_cache_write_back": False}
+        standing = foreign_blocks.stand_at(layers, config)
         for number in range(len(table.block_ids), len(hashes)):
-            end = (number + 1) * self.block_size
+            value, end = hashes[number], (number + 1) * self.block_size
             if end > rows:
                 return
-            known = self._take_mapped(hashes[number])
-            if known is not None:
-                table.add_block(known, self.block_size)
-                continue
-            snapshot = snapshots[end] if snapshots is not None and end in snapshots else None
-            last = number == len(hashes) - 1
-            data = block_slices(layers, end - self.block_size, end, config, last, snapshot)
-            block = None if data is None else self.paged_cache.allocate_block()
-            if block is None:
-                return
-            try:
-                saved = self.paged_ssd_cache.save_block(
-                    block_hash=hashes[number],
-                    cache_data=data,
-                    token_count=self.block_size,
-                    model_name=self._model_name(),
-                    layer_cache_types=types,
-                    layer_meta_states=foreign_blocks.block_metas(layers, snapshot),
-                    **options,
-                )
-            except TROUBLE:
-                saved = False
-            if not saved:
-                self.paged_cache.free_block(block.block_id)
-                return
-            self._register(block, hashes[number])
-            table.add_block(block.block_id, self.block_size)
+            block_id = self._take_mapped(value)
+            if block_id is None or value in self._lacking:
+                snapshot = snapshots[end] if snapshots is not None and end in snapshots else None
+                # Where nothing tells what the states are those of, callers rely on their being stored.
+                last = number == len(hashes) - 1 and standing in (None, end)
+                data = block_slices(layers, end - self.block_size, end, config, last, snapshot)
+                metas = foreign_blocks.block_metas(layers, snapshot)
+                types = foreign_blocks.type_names(layers, config)
+                if block_id is None:
+                    block_id = self._save_new(value, data, types, metas, write_back)
+                    if block_id is None:
+                        return
+                elif data is not None and not any(problematic(data, types)):
+                    self._save_one(value, data, types, metas, write_back)
+            table.add_block(block_id, self.block_size)
+
+    def _save_new(self, value: bytes, data: Any, types: list[str], metas: list[Any], write_back: bool) -> int | None:
+        """A new block for data that could be saved; None, and no block more in use, if it could not."""
+        block = None if data is None else self.paged_cache.allocate_block()
+        if block is None:
+            return None
+        if not self._save_one(value, data, types, metas, write_back):
+            self.paged_cache.free_block(block.block_id)
+            return None
+        self._register(block, value)
+        return block.block_id
+
+    def _save_one(self, value: bytes, data: Any, types: list[str], metas: list[Any], write_back: bool) -> bool:
+        # Stand-ins do not know what is the default.
+        options = {} if write_back else {"hot_cache_write_back": False}
+        try:
+            saved = self.paged_ssd_cache.save_block(
+                block_hash=value,
+                cache_data=data,
+                token_count=self.block_size,
+                model_name=self._model_name(),
+                layer_cache_types=types,
+                layer_meta_states=metas,
+                **options,
+            )
+        except TROUBLE:
+            return False
+        with self._lock:
+            self._lacking.pop(value, None)
+            if saved and any(problematic(data, types)):
+                self._lacking[value] = None
+                if len(self._lacking) > self.paged_cache.max_blocks:
+                    del self._lacking[next(iter(self._lacking))]
+        return bool(saved)
 
 
 def made_caches(model: Any) -> list[Any]:
