@@ -82,10 +82,10 @@ class BlockAwarePrefixCache(TensorStore, CacheManager):
             self._hits += 1
             self._tokens_saved += matched
             self._tokens_matched += matched
-            self.paged_cache.release_block_table(request_id)
+            self._give_back(request_id)
             table = self.paged_cache.create_block_table(request_id)
             table.block_ids.extend(ids)
-            table.num_tokens = matched
+            table.num_tokens, table._found = matched, True
             self._fetched[request_id] = table
         return table, tokens[matched:]
 
@@ -158,6 +158,7 @@ class BlockAwarePrefixCache(TensorStore, CacheManager):
         with self._lock:
             self._fetched.pop(request_id, None)
             self._request_tables[request_id] = BlockCacheEntry(table)
+            table._found = False
             most = self.paged_cache.max_blocks
             prefix_index.add(self._prefix_index, hashes, table.block_ids, self.block_size, most)
         return table
@@ -176,12 +177,15 @@ class BlockAwarePrefixCache(TensorStore, CacheManager):
         """Gives the request's references back: after ``fetch_cache`` its blocks stay findable, those of a stored
         request are freed where nobody else holds them."""
         with self._lock:
-            entry = self._request_tables.pop(request_id, None)
-            self._drop_fetched(request_id)
+            entry = self._request_tables.get(request_id)
             if entry is None:
+                self._give_back(request_id)
                 return
-            if self.paged_cache.request_tables.get(request_id) is entry.block_table:
-                del self.paged_cache.request_tables[request_id]
+            del self._request_tables[request_id]
+            self._fetched.pop(request_id, None)
+            if self.paged_cache.get_block_table(request_id) is entry.block_table:
+                self.paged_cache.delete_block_table(request_id)
+                return
             for block_id in entry.block_table.block_ids:
                 self.paged_cache.free_block(block_id)
 

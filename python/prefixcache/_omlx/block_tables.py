@@ -41,10 +41,15 @@ class BlockTables(BlockPool):
     def delete_block_table(self, request_id: str) -> None:
         """Drop a table and ``free_block`` each of its blocks: what nobody else uses is no longer found.
 
-        Of a table whose references were given back before, only blocks that nobody has used since are freed.
+        Of a table whose references were given back before, only blocks that nobody has used since are freed. What a
+        lookup found stays findable: a hit that is of no use to one request may be of use to the next.
         """
         with self._lock:
-            table = self.request_tables.pop(request_id, None)
+            table = self.request_tables.get(request_id)
+            if table is not None and table._found:
+                self.release_block_table(request_id)
+                return
+            self.request_tables.pop(request_id, None)
             if table is None:
                 return
             if not self._is_released(table):
@@ -135,8 +140,10 @@ class BlockTables(BlockPool):
 
     def _table_with(self, block_ids: Sequence[int]) -> BlockTable | None:
         """The table that owns this list. An equal list may be that of another request, which is still running."""
-        tables = reversed(self.request_tables.values())
-        return next((table for table in tables if table.block_ids is block_ids), None)
+        for table in reversed(self.request_tables.values()):
+            if table.block_ids is block_ids:
+                return table
+        return None
 
     def _is_released(self, table: BlockTable) -> bool:
         return table._released[0] == len(table.block_ids)

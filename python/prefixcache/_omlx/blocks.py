@@ -61,6 +61,7 @@ class BlockTable:
     block_ids: list[int] = field(default_factory=list)
     num_tokens: int = 0
     _released = (-1, 0)  # how many blocks it had when its references were given back, and when; no field
+    _found = False  # by a lookup: its blocks were findable before, and stay so; no field
 
     def add_block(self, block_id: int, num_tokens: int) -> None:
         """Append a block that holds ``num_tokens`` more tokens."""

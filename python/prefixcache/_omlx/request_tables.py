@@ -61,21 +61,21 @@ class RequestTables:
             taken.append(block_id)
         return taken
 
-    def _drop_fetched(self, request_id: str) -> None:
-        """Gives back what ``fetch_cache`` took for a request; its blocks stay findable."""
-        table = self._fetched.pop(request_id, None)
-        # A caller that deleted the table, or stored under this name, has taken care of the references.
-        if table is not None and self.paged_cache.request_tables.get(request_id) is table:
-            self.paged_cache.release_block_table(request_id)
+    def _give_back(self, request_id: str) -> None:
+        """Gives back the references of a request, unless its caller did; its blocks stay findable."""
+        table = self.paged_cache.get_block_table(request_id)
+        entry = self._request_tables.get(request_id)
+        if entry is not None and entry.block_table is table:
+            del self._request_tables[request_id]
+        self._fetched.pop(request_id, None)
+        self.paged_cache.release_block_table(request_id)
 
     def _table_to_extend(self, request_id: str, hashes: Sequence[bytes]) -> BlockTable:
         """The request's table if it is still in use and holds the first blocks of these tokens, else a new one."""
         table = self.paged_cache.get_block_table(request_id)
         if table is not None and not self.paged_cache._is_released(table) and self._begins(table, hashes):
             return table
-        self._fetched.pop(request_id, None)
-        self._request_tables.pop(request_id, None)
-        self.paged_cache.release_block_table(request_id)
+        self._give_back(request_id)
         return self.paged_cache.create_block_table(request_id)
 
     def _begins(self, table: BlockTable, hashes: Sequence[bytes]) -> bool:
