@@ -326,10 +326,13 @@ class PagedCacheManager(BlockTables, CacheManager):
     def get_stats(self) -> PagedCacheStats:
         """The live statistics, with what callers may have changed in the blocks counted anew."""
         with self._lock:
-            blocks = [block for block in self.allocated_blocks.values() if not block.is_null]
-            self._counted = {block.block_id: block.token_count for block in blocks}
-            self.stats.shared_blocks = sum(block.ref_count > 1 for block in blocks)
-            self.stats.total_tokens_cached = sum(self._counted.values())
+            shared, counted = 0, self._counted
+            for block_id, block in self.allocated_blocks.items():
+                if block.ref_count > 1:
+                    shared += 1
+                if counted.get(block_id, 0) != block.token_count:
+                    self._count_tokens(block)
+            self.stats.shared_blocks = shared
             self._sync_stats()
             return self.stats
 
@@ -394,4 +397,4 @@ class PagedCacheManager(BlockTables, CacheManager):
         return self.max_blocks
 
     def _in_use(self) -> int:
-        return len(self.allocated_blocks) - 1 - len(self._idle_blocks())
+        return sum(1 for block in self.allocated_blocks.values() if block.ref_count > 0) - 1

@@ -6,8 +6,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from prefixcache._omlx.block_hash import BlockHash
-
 
 @dataclass(eq=False, repr=False)
 class CacheBlock:
@@ -19,7 +17,7 @@ class CacheBlock:
 
     block_id: int
     ref_count: int = 0
-    block_hash: BlockHash | bytes | None = None
+    block_hash: bytes | None = None
     prev_free_block: CacheBlock | None = None
     next_free_block: CacheBlock | None = None
     is_null: bool = False
