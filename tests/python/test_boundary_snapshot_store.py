@@ -567,7 +567,7 @@ def test_a_session_that_is_locked_stays_whatever_its_number_says(tmp_path: Path)
     reset_boundary_snapshot_root(tmp_path)
     assert renamed.is_dir()
     child.stdin.close()
-    assert child.wait(timeout=20) == 0
+    assert child.wait(timeout=60) == 0
     BoundarySnapshotSSDStore(tmp_path)
     assert not renamed.exists()
 
@@ -597,7 +597,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_nothing_behind(tmp_path:
         time.sleep(0.1)
         left = folder(tmp_path)
         child.send_signal(signal.SIGKILL)
-        assert child.wait(timeout=20) == -signal.SIGKILL
+        assert child.wait(timeout=60) == -signal.SIGKILL
         assert left.is_dir()
         store = BoundarySnapshotSSDStore(tmp_path)
         assert not left.exists()
@@ -903,3 +903,23 @@ def test_overwriting_while_another_thread_loads(tmp_path: Path) -> None:
     assert len(answers) > 0
     store.shutdown()
     wait_written(store, tmp_path, 1)
+
+
+def test_a_load_that_an_overwrite_overtakes_looks_again(tmp_path: Path) -> None:
+    class Overtaken(BoundarySnapshotSSDStore):
+        after_the_key_was_read: list[Any] = []
+
+        def _key(self, request_id: Any, token_count: int) -> bytes | None:
+            key = super()._key(request_id, token_count)
+            while self.after_the_key_was_read:
+                self.after_the_key_was_read.pop()()
+            return key
+
+    store = Overtaken(tmp_path)
+    assert store.save("r", 4, [ring(1)], as_given)
+    store.after_the_key_was_read.append(lambda: store.save("r", 4, [ring(2)], as_given))
+    check_loads(store, "r", 4, [ring(2)])
+    store.after_the_key_was_read.append(lambda: store.cleanup_request("r"))
+    assert store.load("r", 4) is None
+    assert store.get_stats()["load_errors"] == 0
+    store.shutdown()
