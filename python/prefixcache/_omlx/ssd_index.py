@@ -230,10 +230,11 @@ class Expected:
     def _signature_agrees(self, block: PagedSSDBlockMetadata) -> bool:
         if not block.cache_signature:
             return True
+        # What a block leaves open is not held against it.
         own = compat_signature(
-            model_name=self.model_name or block.model_name,
-            num_layers=self.num_layers or block.num_layers,
-            block_size=self.block_size or block.block_size,
+            model_name=block.model_name,
+            num_layers=block.num_layers,
+            block_size=block.block_size,
             layer_cache_types=self.layer_cache_types,
         )
         try:
