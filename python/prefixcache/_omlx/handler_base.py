@@ -215,11 +215,13 @@ class LayerHandler(CacheTypeHandler):
         return joined
 
     def deserialize_state(self, elements: Sequence[Any], meta_state: Any = None) -> Any:
-        return super().deserialize_state(self.state_elements(elements), meta_state)
+        flat = attempt(lambda: self.state_elements(elements))
+        return None if flat is None else super().deserialize_state(flat, meta_state)
 
     def reconstruct_cache(self, state: Mapping[str, Any], meta_state: Any = None) -> Any:
         meta = meta_tuple(meta_state) or tuple(state[name] for name in self._metas if name in state)
-        return self._live(tuple(state.get(axis.name) for axis in self._axes), meta)
+        elements = tuple(state.get(axis.name) for axis in self._axes)
+        return None if all(element is None for element in elements) else self._live(elements, meta)
 
     def _live(self, elements: Any, meta: tuple[Any, ...], **extras: Any) -> Any:
         layer = {"state": elements, "meta_state": meta, "class_name": self._type.value, **extras}

@@ -69,6 +69,8 @@ class ChunkedKVCacheHandler(LayerHandler):
 
     def reconstruct_cache(self, state: Mapping[str, Any], meta_state: Any = None) -> Any:
         meta = meta_tuple(meta_state) or tuple(state[name] for name in self._metas if name in state)
+        if state.get("keys") is None:
+            return None
         count = {"token_count": attempt(lambda: int(meta[2]))} if len(meta) > 2 else {}
         return self._live((state.get("keys"), state.get("values")), meta[:2], **count)
 
@@ -209,7 +211,7 @@ class BatchRotatingKVCacheHandler(BatchKVCacheHandler):
 
 
 def _of_rows(cache: Any) -> tuple[Any, Any]:
-    # Copies: a batch counts on in place.
+    # A batch counts on in place.
     return mx.array(cache.offset), mx.array(cache.left_padding)
 
 
@@ -219,7 +221,8 @@ def _fill(cache: Any, state: Mapping[str, Any]) -> None:
     if missing:
         raise ValueError(f"{missing} are no arrays")
     for name, value in values.items():
-        setattr(cache, name, value)
+        # A batch counts on in place, and would change the state.
+        setattr(cache, name, value if name in ("keys", "values") else mx.array(value))
 
 
 class MiniMaxM3BatchKVCacheHandler(BatchKVCacheHandler):

@@ -21,7 +21,10 @@ from prefixcache.errors import Unsupported
 
 _MLX_LM = "mlx_lm.models.cache"
 # Batches are not stored, but have handlers of their own.
-_BATCHES = {"MiniMaxM3BatchKVCache": "mlx_vlm.models.minimax_m3_vl.language"}
+_BATCHES = {
+    "MiniMaxM3BatchKVCache": "mlx_vlm.models.minimax_m3_vl.language",
+    "BatchPoolingCache": "mlx_vlm.models.cache",
+}
 _NOT_ALL_IN_STATE = frozenset({"LayerCache", "HybridQuantKVCache", "DeepseekV41Cache"})
 
 
