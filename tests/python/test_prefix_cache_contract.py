@@ -132,6 +132,7 @@ SIX, SEVEN = SimpleNamespace(num_hidden_layers=6), SimpleNamespace(num_hidden_la
         (Layered(args=SIX, config=SEVEN), 6),
         (Layered(config=SEVEN), 7),
         (Layered(), 0),
+        (MagicMock(), 0),
         (None, 0),
     ],
 )

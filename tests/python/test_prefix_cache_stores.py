@@ -331,6 +331,18 @@ def test_a_block_that_cannot_be_loaded_ends_the_hit() -> None:
     assert [one.ref_count for one in own] == [2, 1, 1]
 
 
+def test_blocks_are_loaded_once_and_in_order() -> None:
+    ssd = MagicMock()
+    ssd.load_block_with_metadata.side_effect = [kv_block(0), kv_block(1), kv_block(2)]
+    cache, paged = build(ssd=ssd)
+    check_kv(cache.reconstruct_cache(seed(paged, "r", [b"hash1", b"hash2", b"hash3"]))[0], 12)
+    assert [call.args for call in ssd.load_block_with_metadata.call_args_list] == [
+        (b"hash1",),
+        (b"hash2",),
+        (b"hash3",),
+    ]
+
+
 def test_a_first_block_that_cannot_be_loaded_is_a_miss() -> None:
     cache, paged = build(ssd=mock_ssd({b"hash2": kv_block(1)}))
     assert cache.reconstruct_cache(seed(paged, "r", [b"hash1", b"hash2"])) is None
