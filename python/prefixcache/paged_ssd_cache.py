@@ -213,6 +213,7 @@ class PagedSSDCacheManager(LayerSignature, CacheManager):
         with self._saving:
             if self._blobs.present(block_hash):
                 if self._is_saved(block_hash, cache_data):
+                    self._count(hits=1)
                     return True  # by another thread, meanwhile
                 # Another model's, forgotten, or without states: in a store the first one wins.
                 self._blobs.erase(block_hash)

@@ -249,8 +249,8 @@ def _parse(text: str) -> dict[str, Any]:
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ValueError(f"a blob's {name} is {value!r:.100}")
     for name in ("layer_cache_types", "layer_meta_states"):
-        if said.get(name) is not None and not isinstance(said[name], list):
-            raise ValueError(f"a blob's {name} is {said[name]!r:.100}")
+        if name not in said or not isinstance(said[name], list | None):
+            raise ValueError(f"a blob's {name} is {said.get(name)!r:.100}")
     if said["num_layers"] != len(said["layers"]):
         raise ValueError(f"{len(said['layers'])} layers, expected {said['num_layers']}")
     return said
