@@ -280,6 +280,7 @@ BAD = {
     "no dict": ("nothing", "expected a dict with a state, got str"),
     "no name": ({"state": ()}, "class_name must be a string, got None"),
     "a name of no class": ({"state": (), "class_name": "NoSuchCache"}, "no cache class is named 'NoSuchCache'"),
+    "a path": ({"state": (), "class_name": "nn.Module"}, "'nn.Module' is no name of a class"),
     "a name of no cache": ({"state": (), "class_name": "copy"}, "no cache class is named 'copy'"),
     "no state": ({"state": 7, "class_name": "KVCache"}, "expected a tuple or a list as its state, got int"),
     "one array": ({"state": (rows(3),), "class_name": "KVCache"}, "not enough values"),
@@ -389,6 +390,13 @@ def test_where_no_cache_can_stand() -> None:
     assert with_offset(both, 30) is both
 
 
+def test_what_else_stands_at_a_token_is_not_guessed() -> None:
+    donor = VLM_CASES["qsa"].donor(20)
+    assert with_offset(donor, 20) is donor
+    with pytest.raises(Unsupported, match="QSAKVCache stands at 20, asked for 15"):
+        with_offset(donor, 15)
+
+
 def test_windows_that_dropped_nothing_and_states_stand_earlier() -> None:
     check_same_layers([with_offset(window(6), 4)], [window(4)])
     check_same_layers([with_offset(window(30), 29)], [window(29)])
@@ -418,6 +426,8 @@ def test_restored_caches_are_dressed() -> None:
     check_same_layers(live_caches([layer_dict(cache) for cache in dressed]), given)
     check_same_layers([undressed(cache) for cache in dressed], given)
     check_same_layers([undressed(cache) for cache in wrap_restored(dressed, 30)], given)
+    own = VLM_CASES["rotating-16-0"].donor(20)
+    assert wrap_restored([own], 20) == [own]
 
 
 def test_mlx_vlm_is_imported_for_its_own_classes_only() -> None:

@@ -36,6 +36,20 @@ __all__ = [
     "write_state",
 ]
 
+# What stands at a token, besides rows, is known of these only.
+_MOVABLE = frozenset(
+    {
+        "KVCache",
+        "ConcatenateKVCache",
+        "SimpleKVCache",
+        "HyV4KVCache",
+        "QuantizedKVCache",
+        "TurboQuantKVCache",
+        "MiniMaxM3KVCache",
+        "RotatingKVCache",
+        "ChunkedKVCache",
+    }
+)
 _EXTRAS = ("token_count", "codecs", "sub_extras")
 
 
@@ -85,7 +99,7 @@ def with_offset(cache: Any, n: int) -> Any:
     # A pool's ``offset`` counts pooled rows.
     if at is None or canonical(type(cache).__name__) in ("ArraysCache", "PoolingCache") or at == n or _is_empty(cache):
         return cache
-    if not isinstance(at, int) or n > at:
+    if not isinstance(at, int) or n > at or canonical(type(cache).__name__) not in _MOVABLE:
         raise Unsupported("structure_mismatch", f"{type(cache).__name__} stands at {at}, asked for {n} tokens")
     return _moved(cache, name, at, n)
 
@@ -271,11 +285,14 @@ def _is_whole(cache: Any) -> bool:
 
 
 def ready(cache: Any) -> Any:
-    """The cache with its windows as ``PrefillReadyRotatingKVCache``, also inside a ``CacheList``."""
+    """The cache with its windows as ``PrefillReadyRotatingKVCache``, also inside a ``CacheList``.
+
+    mlx-vlm's windows stay what they are: its models and batches know their own class.
+    """
     children = getattr(cache, "caches", None)
     if isinstance(children, list | tuple):
         return type(cache)(*(bare(ready(child)) for child in children))
-    if type(cache).__name__ != "RotatingKVCache":
+    if (type(cache).__module__, type(cache).__name__) != ("mlx_lm.models.cache", "RotatingKVCache"):
         return cache
     from prefixcache._rotating_subclass import PrefillReadyRotatingKVCache
 

@@ -79,6 +79,8 @@ def class_named(name: str, prototype: Any, where: str) -> Any:
     """The prototype's class if it has this (canonical) name, else mlx-lm's, else the registered one of this name."""
     if prototype is not None and type(prototype).__name__ == name:
         return type(prototype)
+    if not name.isidentifier():
+        raise Unsupported("unsupported_type", f"{where}: {name!r:.40} is no name of a class")
     modules = [_MLX_LM, *(module for module, known in registered() if known == name)]
     modules += [_BATCHES[name]] if name in _BATCHES else []
     for module in dict.fromkeys(modules):
