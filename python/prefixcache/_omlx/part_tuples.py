@@ -15,6 +15,10 @@ from prefixcache._omlx.tuples import NSTATE, TURBOQUANT, turboquant_module
 from prefixcache._parts import head_group, window_group
 from prefixcache.errors import Unsupported
 
+_TURBOQUANT = "TurboQuantKVCache"
+_OWNERS = ("keys", "values")
+_QUANTISED = ("", ".scales", ".biases")
+
 
 @dataclass(frozen=True)
 class PartBlock:
@@ -90,12 +94,12 @@ def _layer(state: LayerState, path: str, arrays: Mapping[str, mx.array]) -> Any:
     if not held or any(array is None for array in held.values()):
         return _placeholder()
     name = _class_name(state)
-    if "key_bits" in state.meta:
+    if name == _TURBOQUANT:
         return _turboquant(state, path, arrays)
     if "size" in state.meta and all(slot.seq_axis is None for slot in state.slots):
         elements: list[Any] = [held.get(str(index)) for index in range(int(state.meta["size"] or 0))]
-    elif "keys.scales" in held:
-        elements = [tuple(held[owner + part] for part in ("", ".scales", ".biases")) for owner in ("keys", "values")]
+    elif set(held) == {owner + part for owner in _OWNERS for part in _QUANTISED}:
+        elements = [tuple(held[owner + part] for part in _QUANTISED) for owner in _OWNERS]
     else:
         elements = list(held.values())
     plain = len(elements) == 2 and not any(isinstance(element, tuple) for element in elements)
@@ -129,9 +133,9 @@ def _meta(state: LayerState, end: int) -> Any:
         return (str(meta["keep"]), str(meta["max_size"]), str(end), str(held))
     if "chunk_size" in meta:
         return (str(meta["chunk_size"]), str(max(0, end - int(meta["chunk_size"] or 0))))
-    if "key_bits" in meta:
+    if _class_name(state) == _TURBOQUANT:
         return (str(end), str(meta["bits"]), str(meta["seed"]))
-    if "bits" in meta:
+    if {"group_size", "bits"} <= meta.keys():
         return (str(end), str(meta["group_size"]), str(meta["bits"]))
     return () if state.offset is None else (str(end),)
 
