@@ -132,7 +132,7 @@ class PagedSSDCacheManager(LayerSignature, CacheManager):
 
     def has_block(self, block_hash: bytes) -> bool:
         """Whether ``load_block`` would find the block."""
-        return bool(self._parts.find(block_hash)) or self._find(block_hash) is not None
+        return self._parts.has(block_hash) or self._find(block_hash) is not None
 
     def _find(self, block_hash: bytes) -> BlobMetadata | None:
         return self._shown.find(block_hash, self._expectation())
@@ -182,7 +182,7 @@ class PagedSSDCacheManager(LayerSignature, CacheManager):
     def _is_saved(self, block_hash: bytes, cache_data: Sequence[Any]) -> bool:
         known = self._find(block_hash)
         if known is None:
-            return bool(self._parts.find(block_hash))
+            return self._parts.has(block_hash)
         return not known.placeholders or not placeholders(cache_data) < known.placeholders
 
     def _form(
