@@ -302,6 +302,18 @@ def test_a_use_saves_a_retained_block() -> None:
     assert young
 
 
+@pytest.mark.parametrize("use", ["find", "restore"])
+def test_a_use_of_a_single_block_saves_it_too(use: str) -> None:
+    manager = make(max_blocks=3)
+    old, young = finish(manager, TOKENS[:4], "old"), finish(manager, TOKENS[4:8], "young")
+    if use == "find":
+        assert manager.find_cached_block(TOKENS[:4]) is manager.blocks[old[0]]
+    else:
+        assert manager.restore_block(old[0], None) is True
+    assert manager.allocate_block() is manager.blocks[young[0]]
+    assert manager.find_shared_prefix(TOKENS[:4])[0] == old
+
+
 def test_a_request_for_more_than_can_be_had_evicts_nothing() -> None:
     manager = make(max_blocks=5)
     kept = finish(manager, TOKENS)
