@@ -71,10 +71,12 @@ class Shadow:
     """What requests must have answered: runs without a prefix cache, in chunks of the same shapes.
 
     ``note`` says how the rows of a request came to be, ``check`` runs them again. Rows that are stored already stay
-    those of the first request that had them.
+    those of the first request that had them. ``canonical``: nothing needs to be noted, since all that can be hit was
+    run in chunks of one block each.
     """
 
-    def __init__(self, model: Any, block_size: int, kv_format: KvFormat | None = None) -> None:
+    def __init__(self, model: Any, block_size: int, kv_format: KvFormat | None = None, canonical: bool = False) -> None:
+        self._canonical = canonical
         self._model = model
         self._kv_format = kv_format
         self._size = block_size
@@ -118,6 +120,8 @@ class Shadow:
     def _base(self, request: Request) -> list[int]:
         n = request.cached_tokens
         n += n > 0 and request.full_hit
+        if self._canonical:
+            return list(range(self._size, n + 1, self._size))
         return self._ends[tuple(request.inputs[:n])] if n else []
 
     def serve(
