@@ -140,8 +140,10 @@ std::unique_ptr<BlockStore> open_store(const std::string& directory, const std::
   options.threads = threads;
   if (write == "ram_only") {
     options.write = WritePolicy::ram_only;
+  } else if (write == "back") {
+    options.write = WritePolicy::back;
   } else if (write != "through") {
-    throw nb::value_error(("write is '" + write + "', expected 'through' or 'ram_only'").c_str());
+    throw nb::value_error(("write is '" + write + "', expected 'through', 'back' or 'ram_only'").c_str());
   }
   if (verify == "always") {
     options.verify = Verify::always;

@@ -1,10 +1,14 @@
 // posix_env.cpp: the real file system.
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <cmath>
 #include <cstring>
+#include <thread>
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/time.h>
@@ -106,6 +110,43 @@ Status write_all(int fd, const std::string& path, std::span<const std::span<cons
   return Status::ok();
 }
 
+class PosixLockedFile : public LockedFile {
+ public:
+  explicit PosixLockedFile(int fd) : fd_(fd) {}
+  ~PosixLockedFile() override {
+    // Said aloud: a child that was forked meanwhile has a copy of the descriptor.
+    ::flock(fd_, LOCK_UN);
+    ::close(fd_);
+  }
+  Status read(std::span<std::uint8_t> out) override {
+    return ::pread(fd_, out.data(), out.size(), 0) < 0 ? error("cannot read", "a lock file") : Status::ok();
+  }
+  Status write(std::span<const std::uint8_t> bytes) override {
+    const ssize_t put = ::pwrite(fd_, bytes.data(), bytes.size(), 0);
+    if (put < 0) return error("cannot write", "a lock file");
+    if (static_cast<std::size_t>(put) != bytes.size()) return {StatusCode::IOError, "cannot write a lock file", ENOSPC};
+    return Status::ok();
+  }
+
+ private:
+  int fd_;
+};
+
+// False with errno EWOULDBLOCK where the time is up.
+bool lock_in_time(int fd, double seconds) {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  for (auto pause = std::chrono::microseconds(50);; pause = std::min(2 * pause, std::chrono::microseconds(5000))) {
+    if (::flock(fd, LOCK_EX | LOCK_NB) == 0) return true;
+    if (errno == ENOLCK || errno == ENOTSUP || errno == EINVAL) return true;
+    if (errno != EWOULDBLOCK && errno != EINTR) return false;
+    if (std::chrono::steady_clock::now() >= until) {
+      errno = EWOULDBLOCK;
+      return false;
+    }
+    std::this_thread::sleep_for(pause);
+  }
+}
+
 class PosixEnv : public Env {
  public:
   Status open(const std::string& path, std::unique_ptr<ReadableFile>& out) override {
@@ -194,6 +235,33 @@ class PosixEnv : public Env {
     return Status::ok();
   }
 
+  Status lock(const std::string& path, double seconds, std::unique_ptr<LockedFile>& out) override {
+    for (;;) {
+      const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+      if (fd < 0) return error("cannot open", path);
+      struct stat st = {};
+      if (!lock_in_time(fd, seconds) || ::fstat(fd, &st) != 0) {
+        const Status status = error("cannot lock", path);
+        ::close(fd);
+        return status;
+      }
+      out = std::make_unique<PosixLockedFile>(fd);
+      // Removed before it was locked: others lock a new one of this name.
+      if (st.st_nlink != 0) return Status::ok();
+    }
+  }
+
+  Status set_modified(const std::string& path, double time) override {
+    const double whole = std::floor(time);
+    timespec times[2];
+    times[0].tv_sec = 0;
+    times[0].tv_nsec = UTIME_OMIT;
+    times[1].tv_sec = static_cast<time_t>(whole);
+    times[1].tv_nsec = static_cast<long>((time - whole) * 1e9);
+    if (::utimensat(AT_FDCWD, path.c_str(), times, AT_SYMLINK_NOFOLLOW) != 0) return error("cannot date", path);
+    return Status::ok();
+  }
+
   double now() override {
     timeval time;
     ::gettimeofday(&time, nullptr);
@@ -202,6 +270,14 @@ class PosixEnv : public Env {
 };
 
 }  // namespace
+
+Status Env::lock(const std::string& path, double seconds, std::unique_ptr<LockedFile>& out) {
+  return posix().lock(path, seconds, out);
+}
+
+Status Env::set_modified(const std::string& path, double time) {
+  return posix().set_modified(path, time);
+}
 
 Env& Env::posix() {
   static PosixEnv env;

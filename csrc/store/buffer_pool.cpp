@@ -47,6 +47,7 @@ std::shared_ptr<Buffer> BufferPool::acquire(std::uint64_t size) {
   if (const auto found = spares_.lower_bound(want); found != spares_.end() && found->first <= want + want / 4) {
     const auto [had, data] = *found;
     spares_.erase(found);
+    spare_bytes_ -= had;
     return std::make_shared<Buffer>(shared_from_this(), data, had);
   }
   if (want > limit_) return nullptr;
@@ -75,6 +76,7 @@ void BufferPool::drop_spares_above(std::uint64_t most) {
     const auto largest = std::prev(spares_.end());
     ::munmap(largest->second, largest->first);
     held_ -= largest->first;
+    spare_bytes_ -= largest->first;
     spares_.erase(largest);
   }
 }
@@ -82,7 +84,31 @@ void BufferPool::drop_spares_above(std::uint64_t most) {
 void BufferPool::give_back(std::uint8_t* data, std::uint64_t size) {
   std::lock_guard lock(mutex_);
   spares_.emplace(size, data);
+  spare_bytes_ += size;
+  ++changes_;
+  changed_.notify_all();
   if (closed_) drop_spares_above(0);
+}
+
+std::uint64_t BufferPool::changes() const {
+  std::lock_guard lock(mutex_);
+  return changes_;
+}
+
+void BufferPool::notify() {
+  std::lock_guard lock(mutex_);
+  ++changes_;
+  changed_.notify_all();
+}
+
+bool BufferPool::wait_for_change(std::uint64_t seen, std::chrono::steady_clock::time_point until) {
+  std::unique_lock lock(mutex_);
+  return changed_.wait_until(lock, until, [&] { return changes_ > seen; });
+}
+
+std::uint64_t BufferPool::in_use() const {
+  std::lock_guard lock(mutex_);
+  return held_ - spare_bytes_;
 }
 
 std::uint64_t BufferPool::held() const {

@@ -6,6 +6,8 @@
 // Units:   bytes, rounded up to whole pages (64 KiB, or 2 MiB huge pages from 1 MiB on) and counted so.
 #pragma once
 
+#include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -35,6 +37,14 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   // As trim(0), and from now on nothing is kept for reuse.
   void close();
 
+  // A number that grows whenever memory comes back, or when notify() says that some may be had now; and a wait until it
+  // is above `seen`, false where the time is up.
+  std::uint64_t changes() const;
+  void notify();
+  bool wait_for_change(std::uint64_t seen, std::chrono::steady_clock::time_point until);
+  // Memory that somebody uses now.
+  std::uint64_t in_use() const;
+
   std::uint64_t limit() const { return limit_; }
   std::uint64_t held() const;
   std::uint64_t peak() const;
@@ -49,6 +59,9 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
   std::multimap<std::uint64_t, std::uint8_t*> spares_;  // by size
   std::uint64_t held_ = 0;
   std::uint64_t peak_ = 0;
+  std::uint64_t spare_bytes_ = 0;
+  std::uint64_t changes_ = 0;
+  std::condition_variable changed_;
   bool closed_ = false;
 };
 

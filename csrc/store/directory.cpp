@@ -10,11 +10,19 @@ namespace prefixcache::store {
 namespace {
 
 constexpr std::string_view kVersionFolder = "/v1";
+constexpr std::string_view kUsageFile = ".usage";
 constexpr std::string_view kTempPrefix = ".tmp-";
 
 std::string random_tag() {
   std::random_device device;
   return std::to_string(device()) + "-" + std::to_string(device()) + "-";
+}
+
+// Adds the bytes of regular files, but for the one of this name.
+void add_files(const std::vector<DirEntry>& entries, std::string_view except, std::uint64_t& bytes) {
+  for (const auto& entry : entries) {
+    if (entry.info.is_regular && entry.name != except) bytes += entry.info.size;
+  }
 }
 
 }  // namespace
@@ -37,8 +45,10 @@ void sort_by_recency(std::vector<FoundPart>& parts) {
 Directory::Directory(Env& env, std::string root, const std::string& name_space, double temp_grace_seconds)
     : env_(env),
       root_(std::move(root)),
-      own_(root_ + std::string(kVersionFolder) + "/" + name_space),
+      versioned_(root_ + std::string(kVersionFolder)),
+      own_(versioned_ + "/" + name_space),
       temp_grace_seconds_(temp_grace_seconds),
+      usage_(env, versioned_ + "/" + std::string(kUsageFile)),
       temp_tag_(random_tag()) {}
 
 Status Directory::prepare() {
@@ -48,10 +58,10 @@ Status Directory::prepare() {
     if (Status status = env_.check_private(root_); !status.is_ok()) return status;
   }
   if (Status status = env_.make_directories(own_); !status.is_ok()) return status;
-  for (const std::string& path : {root_ + std::string(kVersionFolder), own_}) {
+  for (const std::string& path : {versioned_, own_}) {
     if (Status status = check_folder(path); !status.is_ok()) return status;
   }
-  for (const std::string& path : {root_, root_ + std::string(kVersionFolder), own_}) {
+  for (const std::string& path : {root_, versioned_, own_}) {
     if (Status status = env_.check_private(path); !status.is_ok()) return status;
   }
   return Status::ok();
@@ -74,52 +84,67 @@ std::string Directory::path_of(const layout::NameInfo& name) const {
   return folder_of(name.key) + "/" + layout::file_name(name);
 }
 
-std::vector<FoundPart> Directory::scan() {
-  std::vector<FoundPart> parts;
-  std::vector<DirEntry> spaces;
-  if (!env_.list(root_ + std::string(kVersionFolder), spaces).is_ok()) return parts;
-  for (const auto& space : spaces) {
-    const std::string path = root_ + std::string(kVersionFolder) + "/" + space.name;
-    if (space.info.is_directory) scan_namespace(path, path == own_, parts);
+Status Directory::scan(std::vector<FoundPart>& parts) {
+  std::lock_guard scanning(scan_mutex_);
+  parts.clear();
+  scanned_bytes_ = 0;
+  scan_foreign_.clear();
+  count_wanted_ = false;
+  if (Status status = usage_.begin_count(); !status.is_ok()) return status;
+  std::vector<DirEntry> entries;
+  if (env_.list(root_, entries).is_ok()) add_files(entries, "", scanned_bytes_);
+  if (Status status = env_.list(versioned_, entries); !status.is_ok()) return status;
+  add_files(entries, kUsageFile, scanned_bytes_);
+  for (const auto& space : entries) {
+    const std::string path = versioned_ + "/" + space.name;
+    if (!space.info.is_directory) continue;
+    if (Status status = scan_namespace(path, path == own_, parts); !status.is_ok()) return status;
   }
-  std::lock_guard lock(foreign_mutex_);
-  std::vector<FoundPart> foreign(foreign_.begin(), foreign_.end());
-  sort_by_recency(foreign);
-  foreign_.assign(foreign.begin(), foreign.end());
+  if (Status status = usage_.end_count(scanned_bytes_); !status.is_ok()) return status;
+  sort_by_recency(scan_foreign_);
   sort_by_recency(parts);
-  return parts;
+  std::lock_guard lock(foreign_mutex_);
+  foreign_.assign(std::make_move_iterator(scan_foreign_.begin()), std::make_move_iterator(scan_foreign_.end()));
+  scan_foreign_.clear();
+  return Status::ok();
 }
 
-void Directory::scan_namespace(const std::string& path, bool own, std::vector<FoundPart>& parts) {
+Status Directory::scan_namespace(const std::string& path, bool own, std::vector<FoundPart>& parts) {
   std::vector<DirEntry> folders;
   std::vector<DirEntry> files;
-  if (!env_.list(path, folders).is_ok()) return;
+  // Others may remove folders meanwhile.
+  const auto failed = [](const Status& status) { return !status.is_ok() && status.code() != StatusCode::NotFound; };
+  if (Status status = env_.list(path, folders); failed(status)) return status;
+  add_files(folders, "", scanned_bytes_);
   for (const auto& folder : folders) {
+    if (!folder.info.is_directory) continue;
     const std::string below = path + "/" + folder.name;
-    if (!folder.info.is_directory || !env_.list(below, files).is_ok()) continue;
+    files.clear();
+    if (Status status = env_.list(below, files); failed(status)) return status;
     for (const auto& file : files) scan_file(below, file, own, parts);
   }
+  return Status::ok();
 }
 
 void Directory::scan_file(const std::string& folder, const DirEntry& file, bool own, std::vector<FoundPart>& parts) {
   if (!file.info.is_regular) return;
-  const std::string path = folder + "/" + file.name;
+  FoundPart part;
+  part.path = folder + "/" + file.name;
   if (file.name.starts_with(kTempPrefix) && env_.now() - file.info.modified > temp_grace_seconds_) {
-    env_.remove(path);
+    env_.remove(part.path);
     return;
   }
-  used_ += file.info.size;
-  FoundPart part;
-  const bool named = layout::parse_file_name(file.name, part.name);
+  scanned_bytes_ += file.info.size;
+  // What has a name that no store gives, or lies where it does not belong, is counted and left alone.
+  if (!layout::parse_file_name(file.name, part.name)) return;
+  if (!folder.ends_with("/" + part.name.key.hex().substr(0, 2))) return;
   part.bytes = file.info.size;
-  part.modified = file.info.modified;
-  part.path = path;
-  if (own && named && path == path_of(part.name)) {
-    parts.push_back(std::move(part));
-  } else if (!file.name.starts_with(kTempPrefix)) {
-    std::lock_guard lock(foreign_mutex_);
-    foreign_.push_back(std::move(part));
-  }
+  part.modified = part.dated = file.info.modified;
+  (own ? parts : scan_foreign_).push_back(std::move(part));
+}
+
+Status Directory::reserve(std::uint64_t bytes, std::uint64_t limit, bool& granted) {
+  return usage_.reserve(bytes, limit, granted);
 }
 
 Status Directory::write(const layout::NameInfo& name, std::span<const std::span<const std::uint8_t>> pieces,
@@ -137,42 +162,61 @@ Status Directory::write(const layout::NameInfo& name, std::span<const std::span<
   return status;
 }
 
-Status Directory::publish(const std::string& temp, const layout::NameInfo& name, std::uint64_t bytes) {
+Status Directory::probe() {
+  const std::string temp = own_ + "/" + std::string(kTempPrefix) + temp_tag_ + std::to_string(++temp_counter_);
+  const std::uint8_t byte = 0;
+  const std::span<const std::uint8_t> pieces[] = {{&byte, 1}};
+  Status status = env_.write_new(temp, pieces);
+  if (status.is_ok()) status = env_.remove(temp);
+  return status;
+}
+
+Status Directory::publish(const std::string& temp, const layout::NameInfo& name) {
   Status status = env_.rename(temp, path_of(name));
-  if (status.is_ok()) {
-    used_ += bytes;
-  } else {
-    env_.remove(temp);
-  }
+  if (!status.is_ok()) env_.remove(temp);
   return status;
 }
 
 Status Directory::remove(const layout::NameInfo& name, std::uint64_t bytes) {
   Status status = env_.remove(path_of(name));
-  if (status.is_ok() || status.code() == StatusCode::NotFound) {
-    count_less(bytes);
+  if (status.is_ok()) {
+    usage_.release(bytes, 1);
+  } else if (status.code() == StatusCode::NotFound) {
+    if (!usage_.release_missing(bytes)) count_wanted_ = true;
     return Status::ok();
   }
   return status;
 }
 
-void Directory::count_less(std::uint64_t bytes) {
-  std::uint64_t used = used_.load();
-  while (!used_.compare_exchange_weak(used, used - std::min(bytes, used))) {
+bool Directory::next_foreign(double older_than, FoundPart& out) {
+  std::lock_guard lock(foreign_mutex_);
+  while (!foreign_.empty() && foreign_.front().modified < older_than) {
+    out = std::move(foreign_.front());
+    foreign_.pop_front();
+    FileInfo info;
+    // Who removed it has told so.
+    if (!env_.stat(out.path, info).is_ok()) continue;
+    if (info.modified <= out.dated) {
+      out.bytes = info.size;
+      return true;
+    }
+    // It was used since the scan.
+    out.modified = out.dated = info.modified;
+    const auto later = std::upper_bound(foreign_.begin(), foreign_.end(), info.modified,
+                                        [](double time, const FoundPart& part) { return time < part.modified; });
+    foreign_.insert(later, std::move(out));
   }
+  return false;
 }
 
-bool Directory::evict_foreign() {
+bool Directory::evict_foreign(double older_than) {
   FoundPart victim;
-  {
-    std::lock_guard lock(foreign_mutex_);
-    if (foreign_.empty()) return false;
-    victim = std::move(foreign_.front());
-    foreign_.pop_front();
+  while (next_foreign(older_than, victim)) {
+    if (!env_.remove(victim.path).is_ok()) continue;
+    usage_.release(victim.bytes, 1);
+    return true;
   }
-  env_.remove(victim.path);
-  count_less(victim.bytes);
-  return true;
+  return false;
 }
 
 }  // namespace prefixcache::store

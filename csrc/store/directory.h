@@ -1,6 +1,6 @@
 // directory.h: the names below a store's directory, and how many bytes lie there.
 //
-// Threads: any; usage is guarded inside.
+// Threads: any; scans wait for each other.
 // Owns:    the files of one namespace, and leftovers of its own writes.
 // Units:   bytes; seconds since the epoch.
 // Errors:  prepare() answers IOError with EPERM where others could write.
@@ -15,14 +15,16 @@
 
 #include "layout/block_file.h"
 #include "prefixcache/env.h"
+#include "store/usage.h"
 
 namespace prefixcache::store {
 
-// A file that a scan found, of this namespace.
+// A file that a scan found.
 struct FoundPart {
   layout::NameInfo name;
   std::uint64_t bytes = 0;
-  double modified = 0;
+  double modified = 0;  // after sort_by_recency: when it or what follows it was used last
+  double dated = 0;     // the file's own time
   std::string path;
 };
 
@@ -36,36 +38,50 @@ class Directory {
   // Makes the directories and checks who may write to them.
   Status prepare();
 
-  // Lists every part of this namespace, sums what others use and removes old temporary files. Reads no file.
-  std::vector<FoundPart> scan();
+  // Lists every part of this namespace, counts the bytes of all and removes old temporary files. Reads no file.
+  // What was evicted or stored before is not in the answer for sure: others may write and remove meanwhile.
+  Status scan(std::vector<FoundPart>& parts);
 
   std::string path_of(const layout::NameInfo& name) const;
-  // Writes a part under a temporary name: `temp`.
+  // Room for a file, below `limit` for all that lies below the root. NotFound: scan() first.
+  Status reserve(std::uint64_t bytes, std::uint64_t limit, bool& granted);
+  void release(std::uint64_t bytes) { usage_.release(bytes, 0); }
+  // Writes a part under a temporary name: `temp`. Its room was reserved.
   Status write(const layout::NameInfo& name, std::span<const std::span<const std::uint8_t>> pieces, std::string& temp);
-  // Gives it its own name. On failure nothing of it stays.
-  Status publish(const std::string& temp, const layout::NameInfo& name, std::uint64_t bytes);
+  // Gives it its own name. On failure nothing of it stays, and the caller releases its room.
+  Status publish(const std::string& temp, const layout::NameInfo& name);
   Status remove(const layout::NameInfo& name, std::uint64_t bytes);
+  // Whether something can be written.
+  Status probe();
+  // When a file was used, for the order of evictions after a restart and in other processes.
+  Status date(const layout::NameInfo& name, double time) { return env_.set_modified(path_of(name), time); }
 
-  // Bytes below the root: this namespace and all others, as far as this process knows.
-  std::uint64_t used() const { return used_.load(); }
-  void add_found(std::uint64_t bytes) { used_ += bytes; }
-  void count_less(std::uint64_t bytes);
-  // Removes the oldest file of another namespace; false if there is none left.
-  bool evict_foreign();
+  // Bytes below the root, of all processes, as last seen.
+  std::uint64_t used() const { return usage_.used(); }
+  // Removes the oldest file of another namespace, if it was used before `older_than`; false if there is none.
+  bool evict_foreign(double older_than);
+  // A file was missing, and nobody can tell whether its bytes are still counted. Cleared by scan().
+  bool count_wanted() const { return count_wanted_.load(); }
 
  private:
   Status check_folder(const std::string& path);
   std::string folder_of(const Key& key) const;
-  void scan_namespace(const std::string& path, bool own, std::vector<FoundPart>& parts);
+  Status scan_namespace(const std::string& path, bool own, std::vector<FoundPart>& parts);
   void scan_file(const std::string& folder, const DirEntry& file, bool own, std::vector<FoundPart>& parts);
+  bool next_foreign(double older_than, FoundPart& out);
 
   Env& env_;
   const std::string root_;
+  const std::string versioned_;
   const std::string own_;
   const double temp_grace_seconds_;
-  std::atomic<std::uint64_t> used_{0};
+  Usage usage_;
+  std::atomic<bool> count_wanted_{false};
   const std::string temp_tag_;  // random: process numbers repeat, in containers and over restarts
   std::atomic<std::uint64_t> temp_counter_{0};
+  std::uint64_t scanned_bytes_ = 0;      // of the scan under way
+  std::vector<FoundPart> scan_foreign_;  // of the scan under way
+  std::mutex scan_mutex_;
   std::mutex foreign_mutex_;
   std::deque<FoundPart> foreign_;  // oldest first
 };

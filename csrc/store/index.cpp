@@ -72,6 +72,14 @@ void Index::add_to_disk(PartRecord& record) {
   if (has_child(record)) touch(record);
 }
 
+void Index::add_to_disk_last(PartRecord& record) {
+  if (record.in_disk_order) return;
+  record.disk_place = disk_.insert_last(&record);
+  record.in_disk_order = true;
+  // A block of its chain came earlier.
+  if (has_child(record)) touch(record);
+}
+
 void Index::remove_from_ram(PartRecord& record) {
   if (record.in_ram_order) ram_.remove(record.ram_place);
   record.in_ram_order = false;
@@ -97,10 +105,18 @@ void Index::remove(PartRecord& record) {
   entries_.erase(key);
 }
 
-void Index::touch(PartRecord& record) {
+void Index::touch(PartRecord& record, double now) {
   for (PartRecord* at = &record; at != nullptr; at = parent_of(*at)) {
     if (at->in_ram_order) ram_.to_front(at->ram_place);
     if (at->in_disk_order) disk_.to_front(at->disk_place);
+    at->used_at = std::max(at->used_at, now);
+  }
+}
+
+void Index::use(PartRecord& record, double now, double date_every, std::vector<PartRecord*>& to_date) {
+  touch(record, now);
+  for (PartRecord* at = &record; at != nullptr; at = parent_of(*at)) {
+    if (at->on_disk && now - at->dated_at >= date_every) to_date.push_back(at);
   }
 }
 

@@ -32,6 +32,7 @@ class ChainLru {
   Place insert(PartRecord* record, const Place* parent) {
     return order_.insert(parent == nullptr ? order_.begin() : std::next(*parent), record);
   }
+  Place insert_last(PartRecord* record) { return order_.insert(order_.end(), record); }
   void to_front(Place place) { order_.splice(order_.begin(), order_, place); }
   void remove(Place place) { order_.erase(place); }
   const std::list<PartRecord*>& order() const { return order_; }
@@ -56,9 +57,14 @@ struct PartRecord {
   std::shared_ptr<Image> image;    // in RAM, or waiting to be written
   std::shared_ptr<PartFile> file;  // open, once it was read
   bool waiting = false;            // queued for the writer: the image must stay
+  bool unwritten = false;          // in RAM only, to be written later
+  bool leaving = false;            // queued so that it may leave the RAM
   bool on_disk = false;
   bool file_is_older = false;  // it holds fewer rows than the image
   std::uint64_t file_bytes = 0;
+  double used_at = 0;   // when it was used last, of a chain the latest of its blocks
+  double dated_at = 0;  // the time that its file has
+  std::uint64_t seen_in_scan = 0;
   bool in_ram_order = false;
   bool in_disk_order = false;
   ChainLru::Place ram_place;
@@ -94,6 +100,8 @@ class Index {
   // In this tier's order; newer than everything below it in the chain.
   void add_to_ram(PartRecord& record);
   void add_to_disk(PartRecord& record);
+  // Behind all others: to be called with the newest first, parents before children.
+  void add_to_disk_last(PartRecord& record);
   void remove_from_ram(PartRecord& record);
   void remove_from_disk(PartRecord& record);
   // Drops the record, and its entry with the last one. The caller has taken it from both orders' sums.
@@ -101,7 +109,9 @@ class Index {
 
   // Makes `record` the newest; of a part `kv` the chain that ends at it, its deepest block the oldest of it. The rows
   // of a window and states do not need the same part of the blocks before them: each has its own age.
-  void touch(PartRecord& record);
+  void touch(PartRecord& record, double now = 0);
+  // As touch, for what was asked for: appends the records whose files have a time older than `date_every` seconds.
+  void use(PartRecord& record, double now, double date_every, std::vector<PartRecord*>& to_date);
 
   const std::vector<Entry*>& children(std::uint64_t parent_prefix) const;
   std::vector<PartRecord*> all() const;

@@ -154,7 +154,7 @@ Gathered StoreImpl::gather_checked(const GatherRequest& request) {
   // Touching the last block of `kv` reaches all before it.
   const std::size_t first = request.part == Part::kv ? request.keys.size() - 1 : 0;
   for (std::size_t i = first; i < request.keys.size(); ++i) {
-    if (PartRecord* record = index_.find(request.keys[i], request.part)) index_.touch(*record);
+    if (PartRecord* record = index_.find(request.keys[i], request.part)) use(*record);
   }
   return result;
 }

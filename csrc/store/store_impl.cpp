@@ -19,6 +19,11 @@ namespace store {
 
 namespace {
 
+// A larger directory is listed while the store serves.
+constexpr double kOpenWaits = 0.5;
+// erase() and clear() need to know all files. A disk that takes longer has stalled.
+constexpr double kRemovalWaits = 60;
+
 [[noreturn]] void refuse(const std::string& field, const std::string& value, const std::string& expected) {
   throw std::invalid_argument("[BlockStore::open] " + field + " is " + value + ", expected " + expected);
 }
@@ -67,31 +72,16 @@ StoreImpl::StoreImpl(const Options& options)
   if (ready.error_number() == EPERM || ready.error_number() == ENOTDIR) {
     refuse("directory", "'" + options_.directory + "'", "a directory only this user can write to: " + ready.message());
   }
-  stats_.degraded = !ready.is_ok();
-  stats_.last_error = ready.message();
-  if (ready.is_ok()) load_index();
-  writer_ = std::make_unique<Writer>(options_.queue_bytes, [this](const auto& image) { return write_image(image); });
+  ready_ = ready.is_ok();
+  writer_ = std::make_unique<Writer>(
+      options_.queue_bytes, [this](const auto& image) { return write_image(image); }, [this] { return idle(); });
+  if (!ready_) disk_failed(ready);
+  writer_->start();
+  wait_for_scan(kOpenWaits);
 }
 
 StoreImpl::~StoreImpl() {
   close();
-}
-
-void StoreImpl::load_index() {
-  const std::vector<FoundPart> found = directory_->scan();
-  std::unordered_map<std::uint64_t, Key> by_prefix;
-  for (const auto& part : found) by_prefix[layout::parent_prefix(part.name.key)] = part.name.key;
-  Lock lock(mutex_);
-  for (const auto& part : found) {
-    Entry& entry = index_.entry(part.name.key, part.name.parent_prefix, part.name.depth);
-    if (const auto parent = by_prefix.find(part.name.parent_prefix); parent != by_prefix.end()) {
-      index_.set_parent(entry, parent->second);
-    }
-    PartRecord& record = index_.part(entry, part.name.part);
-    record.on_disk = true;
-    record.file_bytes = part.bytes;
-    index_.add_to_disk(record);
-  }
 }
 
 layout::NameInfo StoreImpl::name_of(const PartRecord& record) {
@@ -105,10 +95,12 @@ void StoreImpl::drop(PartRecord& record, std::vector<FileToRemove>& files) {
 
 Status StoreImpl::remove_files(const std::vector<FileToRemove>& files) {
   Status first;
+  if (!files.empty()) ++removals_;
   for (const auto& file : files) {
     Status status = directory_->remove(file.name, file.bytes);
     if (!status.is_ok() && first.is_ok()) first = std::move(status);
   }
+  if (directory_ != nullptr && directory_->count_wanted()) writer_->poke();
   return first;
 }
 
@@ -136,10 +128,7 @@ void StoreImpl::forget(const Key& key, Part part, const Status& why) {
     Lock lock(mutex_);
     PartRecord* record = index_.find(key, part);
     if (record == nullptr || record->image != nullptr) return;
-    if (keep_file && record->on_disk) {
-      record->on_disk = false;
-      directory_->count_less(record->file_bytes);
-    }
+    if (keep_file) record->on_disk = false;
     ++(why.code() == StatusCode::NotFound ? stats_.lost_parts : stats_.corrupt_parts);
     stats_.last_error = why.message();
     drop(*record, files);
@@ -149,6 +138,7 @@ void StoreImpl::forget(const Key& key, Part part, const Status& why) {
 
 Status StoreImpl::erase(std::span<const Key> keys, std::span<const Part> parts) {
   if (closed_) return {StatusCode::Closed, "the store is closed"};
+  if (writer_ != nullptr && !scanned_) wait_for_scan(kRemovalWaits);
   std::lock_guard names_lock(names_mutex_);
   std::vector<FileToRemove> files;
   {
@@ -164,6 +154,7 @@ Status StoreImpl::erase(std::span<const Key> keys, std::span<const Part> parts) 
 
 Status StoreImpl::clear() {
   if (closed_) return {StatusCode::Closed, "the store is closed"};
+  if (writer_ != nullptr && !scanned_) wait_for_scan(kRemovalWaits);
   std::lock_guard names_lock(names_mutex_);
   std::vector<FileToRemove> files;
   {
@@ -175,7 +166,16 @@ Status StoreImpl::clear() {
 
 Status StoreImpl::flush() {
   if (closed_) return {StatusCode::Closed, "the store is closed"};
-  return writer_ ? writer_->flush() : Status::ok();
+  return write_all();
+}
+
+Status StoreImpl::write_all() {
+  if (writer_ == nullptr) return Status::ok();
+  ++insisting_;
+  queue_unwritten();
+  Status status = writer_->flush();
+  --insisting_;
+  return status;
 }
 
 StoreStats StoreImpl::stats() const {
@@ -194,7 +194,7 @@ Status StoreImpl::close() {
   if (closed_.exchange(true)) return Status::ok();
   Status status;
   if (writer_) {
-    status = writer_->flush();
+    status = write_all();
     writer_->stop();
   }
   Lock lock(mutex_);

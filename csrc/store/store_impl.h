@@ -5,6 +5,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -58,33 +60,67 @@ class StoreImpl : public BlockStore {
     std::uint64_t bytes;
   };
 
-  // opening
-  void load_index();
-
   // put
   void find_unless_known(const PutRequest& request);
   bool already_there(const PutRequest& request);
-  std::shared_ptr<Buffer> acquire_buffer(const Image& image);
-  // What leaves this tier to make room for `newcomer`: the oldest part, of a chain its deepest block. Null if only the
-  // chain that it continues is left, and what is needed to take that up; or if it is broken. With the mutex held.
-  PartRecord* victim_for(const Image& newcomer, const std::list<PartRecord*>& order);
-  bool evict_one_from_ram(const Image& newcomer);
-  bool insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool to_disk);
+  bool insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool queued);
   bool contained_in_sibling(const PutRequest& request) const;
   std::vector<PartRecord*> superseded_by(const PutRequest& request) const;
   void remove_superseded(const PutRequest& request);
 
   // RAM
+  std::shared_ptr<Buffer> acquire_buffer(const Image& image);
+  bool memory_may_come(const BufferPool& pool) const;
+  // What leaves this tier to make room for `newcomer`: the oldest part, of a chain its deepest block. Null if only the
+  // chain that it continues is left, and what is needed to take that up; or if it is broken. With the mutex held.
+  PartRecord* victim_for(const Image& newcomer, const std::list<PartRecord*>& order, bool in_ram);
+  enum class Evicted { one, soon, none };
+  Evicted evict_one_from_ram(const Image& newcomer);
   void drop_images(std::uint64_t bytes, std::span<const Key> protected_keys);
   // With the mutex held; a record without a file goes. The caller lets go of the image without the mutex.
   std::shared_ptr<Image> leave_ram(PartRecord& record);
+  // Whether a new part stays in RAM for now: by policy, or while the disk rests.
+  bool written_later(const Image& image) const;
+  // With the mutex held.
+  void queue_write(PartRecord& record);
+  void write_before_leaving(PartRecord& victim);
+  void queue_unwritten();
+  Status write_all();
 
   // on the writer's thread
   Status write_image(const std::shared_ptr<Image>& image);
   Status write_file(Image& image, std::string& temp, std::uint64_t& file_bytes);
   Status make_disk_room(const Image& newcomer, std::uint64_t bytes);
+  // The oldest part of all namespaces. False if nothing may go, or with a status why it could not.
+  bool evict_one_from_disk(const Image* newcomer, Status& status);
+  PartRecord* disk_victim(const Image* newcomer);
   std::vector<FileToRemove> finish_write(const std::shared_ptr<Image>& image, const Status& status,
                                          std::uint64_t file_bytes);
+  // With the mutex held.
+  void leave_disk(PartRecord& record);
+  void not_written(PartRecord& record, bool try_again);
+  double idle();
+  void look_for_the_first_time();
+  void try_again();
+  // What a count is for: good order; evicting nothing in vain; something to evict.
+  enum class CountFor { order, evictions, lack };
+  bool count_is_due(CountFor reason) const;
+  // Counts what is there, takes it into the index and evicts what is too much.
+  Status recount();
+  void merge(const std::vector<FoundPart>& found, std::uint64_t removals);
+  bool merge_one(const FoundPart& part, const Key* parent, double last_count);
+  void drop_vanished();
+  void date_files();
+
+  // any thread
+  void wait_for_scan(double seconds);
+  // After a failure the disk is left alone for a while.
+  bool disk_rests() const;
+  double seconds_of_rest() const;
+  void disk_failed(const Status& status);
+  void disk_works();
+  // Makes it the newest, and its file too. With the mutex held.
+  void use(PartRecord& record);
 
   // lookup
   bool find_on_disk(const Key& key, const Key& parent, std::int64_t depth, Part part);
@@ -127,7 +163,20 @@ class StoreImpl : public BlockStore {
   StoreStats stats_;
   std::size_t open_files_ = 0;  // about: counted down when limit_open_files() looks
   std::atomic<bool> closed_{false};
-  AskedFor asked_for_;              // guarded by mutex_
+  AskedFor asked_for_;                                        // guarded by mutex_
+  std::vector<std::pair<layout::NameInfo, double>> to_date_;  // guarded by mutex_
+  std::uint64_t scan_number_ = 0;                             // guarded by mutex_
+  std::atomic<bool> scanned_{false};                          // the first scan has ended, well or not
+  std::condition_variable scan_ended_;
+  bool ready_ = false;                 // the directory could be used at open
+  std::atomic<double> rest_until_{0};  // 0: the disk works
+  double rest_seconds_ = 0;            // guarded by mutex_
+  std::atomic<int> insisting_{0};      // callers for whom the disk does not rest
+  std::atomic<std::uint64_t> removals_{0};
+  // of the writer's thread
+  std::chrono::steady_clock::time_point counted_at_;
+  double count_seconds_ = 0;
+  double last_count_ = 0;           // by the file system's clock
   std::unique_ptr<Writer> writer_;  // last: its thread uses all of the above
 };
 

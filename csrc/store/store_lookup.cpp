@@ -7,8 +7,6 @@
 
 namespace prefixcache::store {
 
-namespace {}  // namespace
-
 std::vector<Presence> StoreImpl::presence(std::span<const Key> keys) const {
   std::vector<Presence> result(keys.size());
   Lock lock(mutex_);
@@ -59,7 +57,8 @@ bool StoreImpl::find_on_disk(const Key& key, const Key& parent, std::int64_t dep
   if (record.image || record.on_disk) return true;
   record.on_disk = true;
   record.file_bytes = info.size;
-  directory_->add_found(info.size);
+  record.used_at = record.dated_at = info.modified;
+  record.seen_in_scan = scan_number_;
   index_.add_to_disk(record);
   return true;
 }

@@ -205,7 +205,7 @@ std::int64_t StoreImpl::deepest_fork(const ChainView& chain, std::int64_t limit)
 
 void StoreImpl::touch(const Key& key, Part part) {
   Lock lock(mutex_);
-  if (PartRecord* record = index_.find(key, part)) index_.touch(*record);
+  if (PartRecord* record = index_.find(key, part)) use(*record);
 }
 
 }  // namespace prefixcache::store

@@ -153,14 +153,14 @@ Status StoreImpl::put(const PutRequest& base, std::uint64_t* added) {
   evaluate(request.slots);
   const auto image = make_image(request);
   const std::uint64_t cost = image->memory();
-  const bool to_disk = writer_ != nullptr;
+  const bool queued = writer_ != nullptr && !written_later(*image);
   const auto full = [&](const std::string& why) {
     Lock lock(mutex_);
     ++stats_.put_full;
     return Status{StatusCode::Full, why};
   };
-  if (to_disk && !writer_->reserve(cost, options_.put_wait_seconds)) return full("the write queue is full");
-  Reservation reservation{to_disk ? writer_.get() : nullptr, cost};
+  if (queued && !writer_->reserve(cost, options_.put_wait_seconds)) return full("the write queue is full");
+  Reservation reservation{queued ? writer_.get() : nullptr, cost};
   if (cost != 0) image->buffer = acquire_buffer(*image);
   if (cost != 0 && image->buffer == nullptr)
     return full("no memory for a part of " + std::to_string(image->data_bytes) + " bytes");
@@ -168,11 +168,15 @@ Status StoreImpl::put(const PutRequest& base, std::uint64_t* added) {
     const Copying copying(writer_.get());
     copy_rows(request, *image, threads_);
   }
-  if (!insert(request, image, to_disk)) {
+  if (!insert(request, image, queued)) {
     return closed_ ? Status{StatusCode::Closed, "the store is closed"} : Status::ok();
   }
   reservation.release();
-  if (to_disk) writer_->push(image, cost);
+  if (queued) {
+    writer_->push(image, cost);
+  } else if (writer_ != nullptr && !written_later(*image)) {
+    queue_unwritten();  // the disk came back meanwhile
+  }
   if (added != nullptr) *added = image->data_bytes;
   return Status::ok();
 }
@@ -247,60 +251,7 @@ void StoreImpl::remove_superseded(const PutRequest& request) {
   remove_files(files);
 }
 
-std::shared_ptr<Buffer> StoreImpl::acquire_buffer(const Image& image) {
-  const std::uint64_t bytes = image.data_bytes;
-  const bool fits = BufferPool::rounded(bytes) <= pool_->limit();
-  if (!fits) return writer_ ? queue_pool_->acquire(bytes) : nullptr;
-  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(options_.put_wait_seconds);
-  for (;;) {
-    if (auto buffer = pool_->acquire(bytes)) return buffer;
-    if (evict_one_from_ram(image)) continue;
-    const auto deadline = std::chrono::time_point_cast<std::chrono::steady_clock::duration>(until);
-    if (writer_ == nullptr || !writer_->wait_one(deadline)) return nullptr;
-  }
-}
-
-PartRecord* StoreImpl::victim_for(const Image& newcomer, const std::list<PartRecord*>& order) {
-  // Nobody would find the newcomer without the blocks before it, so they stay.
-  const auto& header = newcomer.header;
-  const bool is_kv = header.part == Part::kv;
-  PartRecord* parent = is_kv ? nullptr : index_.find(newcomer.block, Part::kv);
-  if (parent == nullptr) parent = index_.find(header.parent, Part::kv);
-  const bool begins_chain = header.depth == static_cast<std::int64_t>(header.tokens.size());
-  if (parent == nullptr && !begins_chain && is_kv) return nullptr;
-  NeededParts needed(index_, newcomer, asked_for_);
-  const auto oldest = [&]() -> PartRecord* {
-    const auto found = std::find_if(order.rbegin(), order.rend(),
-                                    [&](const auto* record) { return !record->waiting && !needed.has(*record); });
-    return found == order.rend() ? nullptr : *found;
-  };
-  PartRecord* victim = oldest();
-  if (victim != nullptr && victim == parent) {
-    index_.touch(*parent);
-    victim = oldest();
-  }
-  return victim == parent ? nullptr : victim;
-}
-
-bool StoreImpl::evict_one_from_ram(const Image& newcomer) {
-  // Its memory goes back to the pool when the last gather that reads it ends.
-  std::shared_ptr<Image> image;
-  Lock lock(mutex_);
-  const auto& order = index_.ram_order();
-  PartRecord* victim = victim_for(newcomer, order);
-  if (victim == nullptr) {
-    // What is on the disk too may leave the RAM whoever needs it.
-    const auto found = std::find_if(order.rbegin(), order.rend(),
-                                    [](const auto* record) { return !record->waiting && record->on_disk; });
-    if (found == order.rend()) return false;
-    victim = *found;
-  }
-  image = leave_ram(*victim);
-  lock.unlock();
-  return true;
-}
-
-bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool to_disk) {
+bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool queued) {
   Lock lock(mutex_);
   if (closed_) return false;
   Entry& entry = index_.entry(request.key, layout::parent_prefix(request.parent), request.depth);
@@ -319,7 +270,10 @@ bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& 
   record.image = image;
   record.file.reset();
   record.file_is_older = record.on_disk;
-  record.waiting = to_disk;
+  record.waiting = queued;
+  record.unwritten = !queued && writer_ != nullptr;
+  record.leaving = false;
+  record.used_at = env_.now();
   if (pool_->limit() != 0 && image->memory() <= pool_->limit()) index_.add_to_ram(record);
   ++stats_.put_parts;
   stats_.put_bytes += image->data_bytes;
@@ -327,108 +281,6 @@ bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& 
   lock.unlock();
   if (supersedes) remove_superseded(request);
   return true;
-}
-
-Status StoreImpl::write_image(const std::shared_ptr<Image>& image) {
-  {
-    // Erased before its turn came.
-    Lock lock(mutex_);
-    const PartRecord* record = index_.find(image->header.key, image->header.part);
-    if (record == nullptr || record->image != image) return Status::ok();
-  }
-  Status status;
-  std::string temp;
-  std::uint64_t file_bytes = 0;
-  try {
-    status = write_file(*image, temp, file_bytes);
-  } catch (const std::exception& e) {
-    // No memory, say. On this thread it would end the process.
-    status = {StatusCode::IOError, std::string("cannot write a part: ") + e.what(), ENOMEM};
-  }
-  {
-    std::lock_guard names_lock(names_mutex_);
-    const auto& header = image->header;
-    const layout::NameInfo name{header.key, layout::parent_prefix(header.parent), header.depth, header.part};
-    if (status.is_ok()) status = directory_->publish(temp, name, file_bytes);
-    remove_files(finish_write(image, status, file_bytes));
-  }
-  return status;
-}
-
-Status StoreImpl::write_file(Image& image, std::string& temp, std::uint64_t& file_bytes) {
-  const auto data = image.data();
-  for (auto& tensor : image.header.tensors) tensor.digest = hash::xxh3_64(data.subspan(tensor.offset, tensor.nbytes));
-  const std::string header = layout::encode_header(image.header);
-  file_bytes = header.size() + data.size();
-  if (Status status = make_disk_room(image, file_bytes); !status.is_ok()) return status;
-  const std::span<const std::uint8_t> pieces[] = {{reinterpret_cast<const std::uint8_t*>(header.data()), header.size()},
-                                                  data};
-  const auto& h = image.header;
-  return directory_->write({h.key, layout::parent_prefix(h.parent), h.depth, h.part}, pieces, temp);
-}
-
-Status StoreImpl::make_disk_room(const Image& newcomer, std::uint64_t bytes) {
-  const Status full{StatusCode::Full, "a part of " + std::to_string(bytes) + " bytes at depth " +
-                                          std::to_string(newcomer.header.depth) + " does not fit below disk_bytes " +
-                                          std::to_string(options_.disk_bytes)};
-  if (bytes > options_.disk_bytes) return full;
-  while (directory_->used() + bytes > options_.disk_bytes) {
-    if (directory_->evict_foreign()) continue;
-    std::lock_guard names_lock(names_mutex_);
-    std::vector<FileToRemove> files;
-    {
-      Lock lock(mutex_);
-      PartRecord* victim = victim_for(newcomer, index_.disk_order());
-      if (victim == nullptr) return full;
-      ++stats_.evicted_disk_parts;
-      files.push_back({name_of(*victim), victim->file_bytes});
-      victim->on_disk = false;
-      victim->file.reset();
-      index_.remove_from_disk(*victim);
-      if (victim->image == nullptr) index_.remove(*victim);
-    }
-    if (Status status = remove_files(files); !status.is_ok()) return status;
-  }
-  return Status::ok();
-}
-
-std::vector<StoreImpl::FileToRemove> StoreImpl::finish_write(const std::shared_ptr<Image>& image, const Status& status,
-                                                             std::uint64_t file_bytes) {
-  std::vector<FileToRemove> files;
-  {
-    Lock lock(mutex_);
-    const auto& header = image->header;
-    PartRecord* record = index_.find(header.key, header.part);
-    const bool wanted = record != nullptr && record->image == image;
-    if (status.is_ok()) {
-      stats_.degraded = false;
-      ++stats_.written_parts;
-      stats_.written_bytes += file_bytes;
-    } else {
-      // A bound that was reached is no fault of the disk.
-      if (status.code() != StatusCode::Full) stats_.degraded = true;
-      ++stats_.write_errors;
-      stats_.last_error = status.message();
-    }
-    if (status.is_ok() && !wanted) {
-      // Erased while it was being written. If it was put again meanwhile, that write is still to come.
-      files.push_back({{header.key, layout::parent_prefix(header.parent), header.depth, header.part}, file_bytes});
-    }
-    if (wanted) {
-      record->waiting = false;
-      if (status.is_ok()) {
-        // A narrower part that it took the place of.
-        if (record->on_disk) directory_->count_less(record->file_bytes);
-        record->on_disk = true;
-        record->file_is_older = false;
-        record->file_bytes = file_bytes;
-        index_.add_to_disk(*record);
-      }
-      if (!record->in_ram_order) record->forget_image();
-      if (!record->image && !record->on_disk) index_.remove(*record);
-    }
-  }
-  return files;
 }
 
 }  // namespace prefixcache::store

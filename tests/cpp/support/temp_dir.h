@@ -29,11 +29,12 @@ class TempDir {
   const std::filesystem::path& path() const { return path_; }
   std::string operator/(const std::string& name) const { return path_ / name; }
 
-  // Every regular file below, sorted by name.
+  // Every regular file below, sorted by name, but for the one in which stores count their bytes.
   std::vector<std::filesystem::path> files(const std::string& extension = "") const {
     std::vector<std::filesystem::path> found;
     for (const auto& item : std::filesystem::recursive_directory_iterator(path_)) {
-      if (item.is_regular_file() && (extension.empty() || item.path().extension() == extension)) {
+      if (item.is_regular_file() && item.path().filename() != ".usage" &&
+          (extension.empty() || item.path().extension() == extension)) {
         found.push_back(item.path());
       }
     }

@@ -1,0 +1,125 @@
+#include "store/usage.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "hash/checksum.h"
+
+namespace prefixcache::store {
+
+namespace {
+
+constexpr std::uint64_t kMagic = 0x3167736570636b70;  // "pkcpesg1"
+constexpr std::size_t kFileBytes = 64;
+// A process that was stopped while it held the lock is not waited for any longer.
+constexpr double kLockSeconds = 2.0;
+
+using Words = std::array<std::uint64_t, 5>;
+
+std::uint64_t checksum(const Words& words) {
+  return hash::xxh3_64({reinterpret_cast<const std::uint8_t*>(words.data()), 4 * sizeof(std::uint64_t)});
+}
+
+std::uint64_t less(std::uint64_t from, std::uint64_t bytes) {
+  return from - std::min(from, bytes);
+}
+
+}  // namespace
+
+Status Usage::lock(std::unique_ptr<LockedFile>& file, Record& record) {
+  if (Status status = env_.lock(path_, kLockSeconds, file); !status.is_ok()) return status;
+  std::array<std::uint8_t, kFileBytes> bytes{};
+  if (Status status = file->read(bytes); !status.is_ok()) return status;
+  Words words;
+  std::memcpy(words.data(), bytes.data(), sizeof words);
+  if (words[0] != kMagic || words[4] != checksum(words)) {
+    return {StatusCode::NotFound, "nobody has counted the bytes of this directory yet"};
+  }
+  record = {words[1], words[2], words[3]};
+  record.used = less(record.used, unsaid_bytes_);
+  record.removed_ever += unsaid_files_;
+  return Status::ok();
+}
+
+Status Usage::write(LockedFile& file, const Record& record) {
+  Words words = {kMagic, record.used, record.reserved_ever, record.removed_ever, 0};
+  words[4] = checksum(words);
+  std::array<std::uint8_t, kFileBytes> bytes{};
+  std::memcpy(bytes.data(), words.data(), sizeof words);
+  if (Status status = file.write(bytes); !status.is_ok()) return status;
+  unsaid_bytes_ = unsaid_files_ = 0;
+  used_ = record.used;
+  return Status::ok();
+}
+
+Status Usage::reserve(std::uint64_t bytes, std::uint64_t limit, bool& granted) {
+  std::lock_guard guard(mutex_);
+  granted = false;
+  std::unique_ptr<LockedFile> file;
+  Record record;
+  if (Status status = lock(file, record); !status.is_ok()) return status;
+  used_ = record.used;
+  if (record.used > limit || bytes > limit - record.used || limit - record.used - bytes < kFileBytes) {
+    return Status::ok();
+  }
+  record.used += bytes;
+  record.reserved_ever += bytes;
+  Status status = write(*file, record);
+  granted = status.is_ok();
+  return status;
+}
+
+void Usage::release(std::uint64_t bytes, std::uint64_t files) {
+  std::lock_guard guard(mutex_);
+  own_removed_ += files;
+  unsaid_bytes_ += bytes;
+  unsaid_files_ += files;
+  std::unique_ptr<LockedFile> file;
+  Record record;
+  const Status status = lock(file, record);
+  if (status.is_ok() && write(*file, record).is_ok()) return;
+  // Counted from nothing soon, by whoever writes next.
+  if (status.code() == StatusCode::NotFound) unsaid_bytes_ = unsaid_files_ = 0;
+  used_ = less(used_, bytes);
+}
+
+bool Usage::release_missing(std::uint64_t bytes) {
+  std::lock_guard guard(mutex_);
+  std::unique_ptr<LockedFile> file;
+  Record record;
+  if (!lock(file, record).is_ok()) return false;
+  if (record.removed_ever != removed_at_count_ + own_removed_) return false;
+  record.used = less(record.used, bytes);
+  return write(*file, record).is_ok();
+}
+
+Status Usage::begin_count() {
+  std::lock_guard guard(mutex_);
+  std::unique_ptr<LockedFile> file;
+  Record record;
+  Status status = lock(file, record);
+  if (!status.is_ok() && status.code() != StatusCode::NotFound) return status;
+  if (file == nullptr) return status;  // no folder to put it in
+  reserved_at_count_ = record.reserved_ever;
+  removed_at_count_ = record.removed_ever;
+  own_removed_ = 0;
+  return Status::ok();
+}
+
+Status Usage::end_count(std::uint64_t bytes) {
+  std::lock_guard guard(mutex_);
+  std::unique_ptr<LockedFile> file;
+  Record record;
+  Status status = lock(file, record);
+  if (file == nullptr || (!status.is_ok() && status.code() != StatusCode::NotFound)) return status;
+  record.used = bytes + less(record.reserved_ever, reserved_at_count_);
+  return write(*file, record);
+}
+
+std::uint64_t Usage::used() const {
+  std::lock_guard guard(mutex_);
+  return used_;
+}
+
+}  // namespace prefixcache::store

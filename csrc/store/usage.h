@@ -1,0 +1,60 @@
+// usage.h: how many bytes lie below a directory, as all processes that write there know it together.
+//
+// Threads: any. Processes: any number; each change is made under a lock on one small file.
+// Owns:    the file `.usage`, 64 bytes.
+// Units:   bytes, seconds.
+// Errors:  IOError where the file cannot be locked, read or written; NotFound where the sum is not known: count first.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "prefixcache/env.h"
+
+namespace prefixcache::store {
+
+class Usage {
+ public:
+  Usage(Env& env, std::string path) : env_(env), path_(std::move(path)) {}
+
+  // Takes `bytes` out of what `limit` leaves. Sets `granted`.
+  Status reserve(std::uint64_t bytes, std::uint64_t limit, bool& granted);
+  // Gives bytes back: reserved ones that came to nothing, or those of `files` that were removed. What cannot be told
+  // now is told with the next change.
+  void release(std::uint64_t bytes, std::uint64_t files);
+  // The same for a file that was found missing. If another store may have removed it, who has told so then, nothing is
+  // changed and the answer is false: only a count can tell.
+  bool release_missing(std::uint64_t bytes);
+
+  // Around a count of what is there. What was reserved meanwhile is added to it, for it may not have been seen.
+  Status begin_count();
+  Status end_count(std::uint64_t bytes);
+
+  // As last seen.
+  std::uint64_t used() const;
+
+ private:
+  struct Record {
+    std::uint64_t used = 0;
+    std::uint64_t reserved_ever = 0;
+    std::uint64_t removed_ever = 0;  // files that stores removed, not those that others did
+  };
+
+  // Locks the file and reads it. NotFound, with the lock held, where there is no sum in it.
+  Status lock(std::unique_ptr<LockedFile>& file, Record& record);
+  Status write(LockedFile& file, const Record& record);
+
+  Env& env_;
+  const std::string path_;
+  mutable std::mutex mutex_;
+  std::uint64_t used_ = 0;
+  std::uint64_t unsaid_bytes_ = 0;
+  std::uint64_t unsaid_files_ = 0;
+  std::uint64_t own_removed_ = 0;  // since the last count
+  std::uint64_t removed_at_count_ = 0;
+  std::uint64_t reserved_at_count_ = 0;
+};
+
+}  // namespace prefixcache::store

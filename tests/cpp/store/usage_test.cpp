@@ -1,0 +1,154 @@
+#include "store/usage.h"
+
+#include <cerrno>
+#include <csignal>
+#include <thread>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <gtest/gtest.h>
+
+#include "support/temp_dir.h"
+
+namespace prefixcache::store {
+namespace {
+
+using testing::TempDir;
+
+constexpr std::uint64_t kLimit = 1000;
+
+class UsageTest : public ::testing::Test {
+ protected:
+  Usage open() { return {Env::posix(), dir_ / ".usage"}; }
+  static bool reserve(Usage& usage, std::uint64_t bytes) {
+    bool granted = false;
+    const Status status = usage.reserve(bytes, kLimit, granted);
+    EXPECT_TRUE(status.is_ok()) << status.message();
+    return granted;
+  }
+  static void count(Usage& usage, std::uint64_t bytes) {
+    ASSERT_TRUE(usage.begin_count().is_ok());
+    ASSERT_TRUE(usage.end_count(bytes).is_ok());
+  }
+
+  TempDir dir_;
+};
+
+TEST_F(UsageTest, NothingIsGrantedBeforeSomebodyCounted) {
+  auto usage = open();
+  bool granted = true;
+  EXPECT_EQ(usage.reserve(1, kLimit, granted).code(), StatusCode::NotFound);
+  EXPECT_FALSE(granted);
+  count(usage, 10);
+  EXPECT_TRUE(reserve(usage, 1));
+  EXPECT_EQ(usage.used(), 11u);
+}
+
+TEST_F(UsageTest, AllShareOneLimit) {
+  auto a = open(), b = open();
+  count(a, 100);
+  EXPECT_TRUE(reserve(a, 400));
+  EXPECT_TRUE(reserve(b, 400));
+  EXPECT_EQ(b.used(), 900u);
+  EXPECT_FALSE(reserve(a, 100)) << "the file itself has 64 bytes";
+  EXPECT_EQ(a.used(), 900u);
+  b.release(400, 1);
+  EXPECT_TRUE(reserve(a, 400));
+  EXPECT_FALSE(reserve(b, 1001));
+}
+
+TEST_F(UsageTest, DamageIsAReasonToCountAgain) {
+  auto usage = open();
+  count(usage, 100);
+  for (int byte = 0; byte < 40; ++byte) {
+    testing::flip_bit(dir_ / ".usage", static_cast<std::uint64_t>(byte), byte % 8);
+    bool granted = true;
+    EXPECT_EQ(usage.reserve(1, kLimit, granted).code(), StatusCode::NotFound) << byte;
+    EXPECT_FALSE(granted);
+    usage.release(7, 1);
+    EXPECT_FALSE(usage.release_missing(7));
+    count(usage, 100);
+    EXPECT_EQ(usage.used(), 100u);
+  }
+}
+
+TEST_F(UsageTest, WhatIsReservedDuringACountIsAddedToIt) {
+  auto a = open(), b = open();
+  count(a, 0);
+  ASSERT_TRUE(reserve(a, 100));
+  ASSERT_TRUE(b.begin_count().is_ok());
+  ASSERT_TRUE(reserve(a, 30));
+  ASSERT_TRUE(b.end_count(100).is_ok());
+  EXPECT_EQ(b.used(), 130u);
+}
+
+TEST_F(UsageTest, AMissingFileIsSubtractedOnceAtMost) {
+  auto a = open(), b = open();
+  count(a, 0);
+  count(b, 0);
+  ASSERT_TRUE(reserve(a, 500));
+  // Removed by hand: nobody has said so.
+  EXPECT_TRUE(a.release_missing(100));
+  EXPECT_EQ(a.used(), 400u);
+  // Its own removals are no reason for doubt.
+  a.release(100, 1);
+  EXPECT_TRUE(a.release_missing(100));
+  EXPECT_EQ(a.used(), 200u);
+  // Another store's may have been this very file.
+  b.release(100, 1);
+  EXPECT_FALSE(a.release_missing(100));
+  count(a, 100);
+  EXPECT_TRUE(a.release_missing(100));
+  EXPECT_EQ(a.used(), 0u);
+}
+
+TEST_F(UsageTest, ManyAtOnceLoseNothing) {
+  auto first = open();
+  count(first, 0);
+  std::vector<std::thread> threads;
+  std::atomic<int> grants{0};
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      auto usage = open();
+      for (int n = 0; n < 300; ++n) {
+        if (!reserve(usage, 50)) continue;
+        ++grants;
+        EXPECT_LE(usage.used(), kLimit);
+        usage.release(50, 0);
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_GT(grants, 0);
+  EXPECT_TRUE(reserve(first, 0));
+  EXPECT_EQ(first.used(), 0u);
+}
+
+TEST_F(UsageTest, AHolderThatIsKilledLeavesNoLock) {
+  auto usage = open();
+  count(usage, 5);
+  int pipe[2];
+  ASSERT_EQ(::pipe(pipe), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::unique_ptr<LockedFile> file;
+    const bool held = Env::posix().lock(dir_ / ".usage", 1, file).is_ok();
+    [[maybe_unused]] const auto told = ::write(pipe[1], &held, 1);
+    for (;;) ::pause();
+  }
+  bool held = false;
+  ASSERT_EQ(::read(pipe[0], &held, 1), 1);
+  EXPECT_TRUE(held);
+  bool granted = true;
+  EXPECT_EQ(usage.reserve(1, kLimit, granted).error_number(), EWOULDBLOCK) << "a living holder is waited for in vain";
+  EXPECT_FALSE(granted);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+  EXPECT_TRUE(reserve(usage, 1));
+  ::close(pipe[0]);
+  ::close(pipe[1]);
+}
+
+}  // namespace
+}  // namespace prefixcache::store
