@@ -46,6 +46,14 @@ bool same_but_rows(const layout::TensorInfo& a, const layout::TensorInfo& b) {
   return true;
 }
 
+// Axes of length 0 count as 1: MLX multiplies the others for the strides.
+bool addressable(const mlx::core::Shape& shape, mlx::core::Dtype dtype) {
+  auto bytes = static_cast<std::int64_t>(mlx::core::size_of(dtype));
+  return std::none_of(shape.begin(), shape.end(), [&](auto extent) {
+    return __builtin_mul_overflow(bytes, std::max<std::int64_t>(extent, 1), &bytes);
+  });
+}
+
 // Brings a mapped range in with one call instead of a fault for each page. A failure shows when the bytes are read.
 void bring_in([[maybe_unused]] std::span<const std::uint8_t> bytes) {
 #ifdef MADV_POPULATE_READ
@@ -86,7 +94,7 @@ Status GatherPlan::check_room() const {
   for (const auto& slot : slots_) {
     std::uint64_t bytes = 0;
     const auto spare = static_cast<std::uint64_t>(slot.capacity - slot.rows);
-    if (__builtin_mul_overflow(slot.outer * slot.row_bytes, spare, &bytes) ||
+    if (!addressable(slot.shape, slot.dtype) || __builtin_mul_overflow(slot.outer * slot.row_bytes, spare, &bytes) ||
         __builtin_add_overflow(room_bytes, bytes, &room_bytes)) {
       return {StatusCode::Full, "the room asked for is more than can be addressed"};
     }
@@ -237,12 +245,14 @@ Status GatherPlan::copy_bytes(const Slot& slot, std::size_t block, std::span<con
   const std::size_t skip = whole ? 0 : static_cast<std::size_t>(rows.take_lo) * slot.row_bytes;
   const std::size_t size = whole ? strip : static_cast<std::size_t>(rows.take_hi) * slot.row_bytes - skip;
   const std::size_t out_strip = static_cast<std::size_t>(slot.capacity) * slot.row_bytes;
+  // Where there are no bytes, a file may claim any number of strips.
+  const std::size_t strips = strip == 0 ? 0 : slot.outer;
   std::uint8_t* out = slot.data + (whole ? 0 : static_cast<std::size_t>(rows.place) * slot.row_bytes);
 
   hash::Xxh3Stream sum;
   alignas(64) std::uint8_t kept[kCheckedRun];
   const auto body = [&] {
-    for (std::size_t o = 0; o < slot.outer; ++o) {
+    for (std::size_t o = 0; o < strips; ++o) {
       const std::uint8_t* from = tensor.data() + o * strip;
       std::uint8_t* to = out + o * out_strip;
       if (!check) {

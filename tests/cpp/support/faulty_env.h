@@ -10,7 +10,9 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
+#include <vector>
 
 #include "prefixcache/env.h"
 
@@ -33,6 +35,18 @@ class FaultyEnv : public Env {
   // Replaces the answer of check_private where it is not Ok.
   Status private_answer;
 
+  // Every path that was named to the file system and does not lie in `directory`, each once.
+  std::vector<std::string> stray_paths(const std::string& directory) {
+    std::lock_guard lock(mutex_);
+    std::vector<std::string> strays;
+    for (const auto& path : named_) {
+      if (path != directory && (!path.starts_with(directory + "/") || path.find("/../") != std::string::npos)) {
+        strays.push_back(path);
+      }
+    }
+    return strays;
+  }
+
   // While held, every write waits.
   void hold_writes() {
     std::lock_guard lock(mutex_);
@@ -51,6 +65,7 @@ class FaultyEnv : public Env {
 
   Status open(const std::string& path, std::unique_ptr<ReadableFile>& out) override {
     ++opens;
+    note(path);
     if (open_error != 0) return failed(open_error, path);
     std::unique_ptr<ReadableFile> real;
     if (Status status = real_.open(path, real); !status.is_ok()) return status;
@@ -59,6 +74,7 @@ class FaultyEnv : public Env {
   }
 
   Status write_new(const std::string& path, std::span<const std::span<const std::uint8_t>> pieces) override {
+    note(path);
     {
       std::unique_lock lock(mutex_);
       ++waiting_;
@@ -72,13 +88,15 @@ class FaultyEnv : public Env {
   }
 
   Status rename(const std::string& from, const std::string& to) override {
+    note(from);
+    note(to);
     if (rename_error != 0) return failed(rename_error, to);
     return real_.rename(from, to);
   }
-  Status remove(const std::string& path) override { return real_.remove(path); }
-  Status stat(const std::string& path, FileInfo& out) override { return real_.stat(path, out); }
-  Status list(const std::string& path, std::vector<DirEntry>& out) override { return real_.list(path, out); }
-  Status make_directories(const std::string& path) override { return real_.make_directories(path); }
+  Status remove(const std::string& path) override { return real_.remove(note(path)); }
+  Status stat(const std::string& path, FileInfo& out) override { return real_.stat(note(path), out); }
+  Status list(const std::string& path, std::vector<DirEntry>& out) override { return real_.list(note(path), out); }
+  Status make_directories(const std::string& path) override { return real_.make_directories(note(path)); }
   Status check_private(const std::string& path) override {
     return private_answer.is_ok() ? real_.check_private(path) : private_answer;
   }
@@ -111,11 +129,18 @@ class FaultyEnv : public Env {
     return {StatusCode::IOError, path + ": " + std::strerror(number), number};
   }
 
+  const std::string& note(const std::string& path) {
+    std::lock_guard lock(mutex_);
+    named_.insert(path);
+    return path;
+  }
+
   Env& real_ = Env::posix();
   std::mutex mutex_;
   std::condition_variable changed_;
   bool held_ = false;
   int waiting_ = 0;
+  std::set<std::string> named_;
 };
 
 }  // namespace prefixcache::testing
