@@ -1,0 +1,65 @@
+"""Processes that work on a cache until they are killed: `kill_child.py DIRECTORY CAP`.
+
+This process loads what they need, once. For each line with a number on its standard input it forks one, which stores,
+fetches, evicts, clears and reopens for ever, writes its process number, and once it has ended its status. A worker ends
+by itself only if something went wrong, or with this process.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import traceback
+from pathlib import Path
+
+from sessions import open_for, serve
+
+MODELS = ("rows", "everything", "kept rows")
+BLOCK = 8
+
+
+def prompt(chance: random.Random) -> list[int]:
+    """Prompts that share beginnings: a few roots, a few ways on."""
+    tokens: list[int] = []
+    for _ in range(chance.randrange(1, 4)):
+        start = 100 * chance.randrange(3)
+        tokens += range(start, start + chance.randrange(2, 25))
+    return tokens
+
+
+def work(directory: Path, chance: random.Random, cap: int) -> None:
+    """One cache from open to close. `serve` checks every row that it is handed."""
+    options = {"ram": chance.choice([0, "1MB"]), "verify": chance.choice(["first", "always"]), "disk": cap}
+    with open_for(chance.choice(MODELS), directory, **options) as cache:
+        for _ in range(chance.randrange(1, 12)):
+            serve(cache, prompt(chance), range(chance.randrange(4)), record=chance.random() < 0.7)
+            if chance.random() < 0.05:
+                cache.clear()
+            if chance.random() < 0.2:
+                cache.flush()
+
+
+def work_for_ever(directory: Path, seed: int, cap: int) -> None:
+    parent = os.getppid()
+    chance = random.Random(seed)
+    try:
+        while os.getppid() == parent:
+            work(directory, chance, cap)
+    finally:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def main() -> None:
+    directory, cap = sys.argv[1:]
+    for line in sys.stdin:
+        worker = os.fork()
+        if worker == 0:
+            work_for_ever(Path(directory), int(line), int(cap))
+        print(worker, flush=True)
+        print(os.waitpid(worker, 0)[1], flush=True)
+
+
+if __name__ == "__main__":
+    main()
