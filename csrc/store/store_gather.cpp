@@ -41,25 +41,28 @@ Status StoreImpl::source_of(const Key& key, Part part, Source& out) {
     if (record == nullptr) return {StatusCode::NotFound, "block " + key.hex() + " is not stored"};
     out.image = record->image;
     out.file = record->file;
+    out.version = record->version;
   }
   if (out.image || out.file) return Status::ok();
-  return open_file(key, part, out.file);
+  return open_file(key, part, out);
 }
 
-Status StoreImpl::open_file(const Key& key, Part part, std::shared_ptr<PartFile>& out) {
+Status StoreImpl::open_file(const Key& key, Part part, Source& out) {
   layout::NameInfo name;
   {
     Lock lock(mutex_);
     PartRecord* record = index_.find(key, part);
+    out.version = record == nullptr ? 0 : record->version;
     if (record == nullptr || !record->on_disk) return {StatusCode::NotFound, "block " + key.hex() + " is not stored"};
     name = name_of(*record);
   }
-  if (Status status = PartFile::open(env_, directory_->path_of(name), name, out); !status.is_ok()) return status;
+  if (Status status = PartFile::open(env_, directory_->path_of(name), name, out.file); !status.is_ok()) return status;
   Lock lock(mutex_);
   PartRecord* record = index_.find(key, part);
-  if (record == nullptr) return Status::ok();
-  const auto& header = out->header();
-  record->file = out;
+  // Erased or replaced meanwhile: good for this reader, but nobody else's business.
+  if (record == nullptr || record->version != out.version) return Status::ok();
+  const auto& header = out.file->header();
+  record->file = out.file;
   record->row_lo = header.row_lo;
   record->row_hi = header.row_hi;
   index_.set_parent(*record->entry, header.parent);
@@ -115,7 +118,7 @@ Gathered StoreImpl::gather_checked(const GatherRequest& request) {
   };
   // All that failed, not only the first: a later store must not take the others for stored.
   for (std::size_t i = found.size(); i-- > 0;) {
-    if (!found[i].is_ok()) forget(request.keys[i], request.part, found[i]);
+    if (!found[i].is_ok()) forget(request.keys[i], request.part, sources[i].version, found[i]);
   }
   for (std::size_t i = 0; i < found.size(); ++i) {
     if (!found[i].is_ok()) return fail(i, found[i]);
@@ -136,7 +139,7 @@ Gathered StoreImpl::gather_checked(const GatherRequest& request) {
   if (Status status = plan.allocate(); !status.is_ok()) return fail(0, status);
   const std::vector<Status> copied = plan.run(threads_, options_.verify);
   for (std::size_t i = copied.size(); i-- > 0;) {
-    if (!copied[i].is_ok()) forget(request.keys[i], request.part, copied[i]);
+    if (!copied[i].is_ok()) forget(request.keys[i], request.part, sources[i].version, copied[i]);
   }
   for (std::size_t i = 0; i < copied.size(); ++i) {
     if (!copied[i].is_ok()) return fail(i, copied[i]);
@@ -169,7 +172,7 @@ Gathered StoreImpl::load(const Key& key, Part part) {
   if (Status status = source_of(key, part, source); !status.is_ok()) {
     Gathered result;
     result.status = status;
-    forget(key, part, status);
+    forget(key, part, source.version, status);
     return result;
   }
   const auto& header = source.header();

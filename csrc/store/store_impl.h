@@ -22,6 +22,7 @@ namespace prefixcache::store {
 struct Source {
   std::shared_ptr<Image> image;
   std::shared_ptr<PartFile> file;
+  std::uint64_t version = 0;  // of the record that it was found in
   const layout::PartHeader& header() const { return image ? image->header : file->header(); }
 };
 
@@ -94,9 +95,11 @@ class StoreImpl : public BlockStore {
   // gather
   Gathered gather_checked(const GatherRequest& request);
   Status source_of(const Key& key, Part part, Source& out);
-  Status open_file(const Key& key, Part part, std::shared_ptr<PartFile>& out);
+  // Sets `out.version` in any case.
+  Status open_file(const Key& key, Part part, Source& out);
   void limit_open_files();
-  void forget(const Key& key, Part part, const Status& why);
+  // Drops what could not be read, unless something else has come in its place.
+  void forget(const Key& key, Part part, std::uint64_t version, const Status& why);
   bool changed_on_disk(const layout::NameInfo& name, std::uint64_t bytes) const;
 
   // Takes a record out of the index; its file, if it has one, is appended to `files` for remove_files().

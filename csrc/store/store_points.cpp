@@ -54,8 +54,8 @@ bool StoreImpl::rows_of(const Key& key, Part part, std::int64_t& row_lo, std::in
     }
     if (row_lo >= 0) return true;
     if (looked) return false;
-    std::shared_ptr<PartFile> file;
-    if (Status status = open_file(key, part, file); !status.is_ok()) forget(key, part, status);
+    Source source;
+    if (Status status = open_file(key, part, source); !status.is_ok()) forget(key, part, source.version, status);
   }
 }
 
