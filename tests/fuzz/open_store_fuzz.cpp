@@ -9,23 +9,17 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <filesystem>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include <unistd.h>
-
-#include "hash/checksum.h"
 #include "prefixcache/block_store.h"
 #include "support/blocks.h"
 #include "support/match_checksum.h"
-#include "support/temp_dir.h"
+#include "support/memory_env.h"
 
 namespace prefixcache {
 namespace {
-
-namespace fs = std::filesystem;
 
 constexpr std::int64_t kSize = 4;
 constexpr std::uint64_t kGroup = 3;
@@ -50,36 +44,37 @@ struct Sound {
       put_state(*store, block);
     }
     require(store->close().is_ok(), "the sound files were not written");
-    for (const auto& path : dir.parts()) {
-      const std::string name = path.filename();
+    for (const auto& [path, bytes] : env.files) {
+      const std::string name = path.substr(path.rfind('/') + 1);
       const int part = name.find(".kv.") != std::string::npos ? 0 : name.find(".win.") != std::string::npos ? 1 : 2;
       for (std::size_t b = 0; b < blocks.size(); ++b) {
         const Key key = part == 1 ? group_key(blocks[b].key, kGroup) : blocks[b].key;
-        if (name.starts_with(key.hex())) files[b][static_cast<std::size_t>(part)] = {path, testing::read_file(path)};
+        if (name.starts_with(key.hex())) files[b][static_cast<std::size_t>(part)] = {path, *bytes};
       }
     }
-    fs::remove_all(dir / "v1");
+    env.files.clear();
   }
 
-  Options options() const {
+  Options options() {
     Options options;
-    options.directory = dir.path();
+    options.directory = "/store";
     options.name_space = "test";
     options.threads = 1;
+    options.env = &env;
     return options;
   }
 
-  testing::TempDir dir;
+  testing::MemoryEnv env;
   std::vector<testing::Block> blocks = testing::chain(3, kSize);
   struct File {
-    fs::path path;
+    std::string path;
     std::string bytes;
   };
   File files[3][3];
 };
 
-const Sound& sound() {
-  static const Sound made;
+Sound& sound() {
+  static Sound made;
   return made;
 }
 
@@ -105,23 +100,21 @@ bool make_files(std::string_view input) {
     input.remove_prefix(body.size());
     const std::size_t part = what >> 2 & 3;
     const Sound::File& file = sound().files[what % 3][part % 3];
-    fs::path path = file.path;
+    std::string path = file.path;
     if (part == 3 && !body.empty()) {
       const std::size_t wanted = static_cast<std::uint8_t>(body[0]);
       std::string name(body.substr(1, wanted));
       body.remove_prefix(1 + name.size());
       // What no directory can hold is not for this test.
       name.erase(std::remove_if(name.begin(), name.end(), [](char c) { return c == '/' || c == '\0'; }), name.end());
-      if (!name.empty() && name != "." && name != "..") path.replace_filename(name);
+      if (!name.empty() && name != "." && name != "..") path.replace(path.rfind('/') + 1, std::string::npos, name);
     }
     std::string bytes = edited(file.bytes, body);
     if ((what & 16) != 0) {
       testing::match_checksum(bytes);
       matched = true;
     }
-    std::error_code refused;
-    fs::create_directories(path.parent_path(), refused);
-    testing::write_file(path, bytes);
+    sound().env.put(path, std::move(bytes));
   }
   return matched;
 }
@@ -171,7 +164,7 @@ void run(std::string_view input) {
     store->clear();
     require(store->stats().parts == 0, "something was not forgotten");
   }
-  fs::remove_all(sound().dir / "v1");
+  sound().env.files.clear();
 }
 
 }  // namespace
