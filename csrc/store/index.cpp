@@ -36,6 +36,7 @@ PartRecord& Index::part(Entry& entry, Part part) {
     slot = std::make_unique<PartRecord>();
     slot->entry = &entry;
     slot->part = part;
+    renew(*slot);
     ++part_count_;
   }
   return *slot;

@@ -51,6 +51,9 @@ struct PartRecord {
 
   Entry* entry = nullptr;
   Part part = Part::kv;
+  // Another number for every record and for every image that took an older one's place: tells whoever was reading
+  // meanwhile that what he read is not this.
+  std::uint64_t version = 0;
   // Positions of the rows; unknown (-1) until the header of a file found on disk is read.
   std::int64_t row_lo = -1;
   std::int64_t row_hi = -1;
@@ -95,6 +98,7 @@ class Index {
   // The entry of `key`, made if it is new.
   Entry& entry(const Key& key, std::uint64_t parent_prefix, std::int64_t depth);
   PartRecord& part(Entry& entry, Part part);
+  void renew(PartRecord& record) { record.version = ++versions_; }
   void set_parent(Entry& entry, const Key& parent);
   // Once for each entry; a second text is not taken.
   void set_text(Entry& entry, BlockText text);
@@ -142,6 +146,7 @@ class Index {
   ChainLru ram_;
   ChainLru disk_;
   std::size_t part_count_ = 0;
+  std::uint64_t versions_ = 0;
 };
 
 }  // namespace prefixcache::store

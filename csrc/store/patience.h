@@ -33,8 +33,8 @@ class Patience {
     std::thread thread;
     std::condition_variable wake;
     std::function<void()> work;
-    bool asked = false;  // its work has not ended
-    bool busy = false;   // somebody waits for it, or it was left alone and has not ended
+    bool asked = false;       // its work has not ended
+    bool busy = false;        // somebody waits for it, or it was left alone and has not ended
     bool left_alone = false;  // nobody waits for its work
   };
 

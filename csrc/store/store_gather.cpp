@@ -44,37 +44,40 @@ Status StoreImpl::source_of(const Key& key, Part part, Source& out) {
     if (record == nullptr) return {StatusCode::NotFound, "block " + key.hex() + " is not stored"};
     out.image = record->image;
     out.file = record->file;
+    out.version = record->version;
   }
   if (out.image || out.file) return Status::ok();
-  return open_file(key, part, out.file);
+  return open_file(key, part, out);
 }
 
-Status StoreImpl::open_file(const Key& key, Part part, std::shared_ptr<PartFile>& out) {
-  using Answer = std::pair<Status, std::shared_ptr<PartFile>>;
+Status StoreImpl::open_file(const Key& key, Part part, Source& out) {
+  using Answer = std::pair<Status, Source>;
   const auto open = [this, key, part] {
     Answer answer;
     answer.first = open_file_now(key, part, answer.second);
     return answer;
   };
-  Answer answer = ask_disk<Answer>(open, {no_answer(), nullptr});
+  Answer answer = ask_disk<Answer>(open, {no_answer(), {}});
   out = std::move(answer.second);
   return answer.first;
 }
 
-Status StoreImpl::open_file_now(const Key& key, Part part, std::shared_ptr<PartFile>& out) {
+Status StoreImpl::open_file_now(const Key& key, Part part, Source& out) {
   layout::NameInfo name;
   {
     Lock lock(mutex_);
     PartRecord* record = index_.find(key, part);
+    out.version = record == nullptr ? 0 : record->version;
     if (record == nullptr || !record->on_disk) return {StatusCode::NotFound, "block " + key.hex() + " is not stored"};
     name = name_of(*record);
   }
-  if (Status status = PartFile::open(env_, directory_->path_of(name), name, out); !status.is_ok()) return status;
+  if (Status status = PartFile::open(env_, directory_->path_of(name), name, out.file); !status.is_ok()) return status;
   Lock lock(mutex_);
   PartRecord* record = index_.find(key, part);
-  if (record == nullptr) return Status::ok();
-  const auto& header = out->header();
-  record->file = out;
+  // Erased or replaced meanwhile: good for this reader, but nobody else's business.
+  if (record == nullptr || record->version != out.version) return Status::ok();
+  const auto& header = out.file->header();
+  record->file = out.file;
   record->row_lo = header.row_lo;
   record->row_hi = header.row_hi;
   index_.set_parent(*record->entry, header.parent);
@@ -138,7 +141,7 @@ std::size_t StoreImpl::known_sources(GatherJob& job) {
   Lock lock(mutex_);
   for (std::size_t i = 0; i < job.sources.size(); ++i) {
     const PartRecord* record = index_.find(job.request.keys[i], job.request.part);
-    if (record != nullptr) job.sources[i] = {record->image, record->file};
+    if (record != nullptr) job.sources[i] = {record->image, record->file, record->version};
     if (record == nullptr || record->image == nullptr) first = std::min(first, i);
   }
   return first;
@@ -154,7 +157,7 @@ void StoreImpl::open_sources(GatherJob& job) {
   }
   // Side by side.
   threads_.parallel_for(closed.size(), [&](std::size_t i) {
-    job.found[closed[i]] = open_file_now(keys[closed[i]], part, job.sources[closed[i]].file);
+    job.found[closed[i]] = open_file_now(keys[closed[i]], part, job.sources[closed[i]]);
   });
   // Others may have removed them. The deepest block goes first: while it is there, so are those before it.
   if (open.empty() || has_file(keys[open.back()], part)) return;
@@ -210,7 +213,7 @@ Gathered StoreImpl::gather_checked(const std::shared_ptr<GatherJob>& job) {
   // All that failed, not only the first: a later store must not take the others for stored.
   const auto& found = job->found;
   for (std::size_t i = found.size(); i-- > 0;) {
-    if (!found[i].is_ok()) forget(request.keys[i], request.part, found[i]);
+    if (!found[i].is_ok()) forget(request.keys[i], request.part, job->sources[i].version, found[i]);
   }
   for (std::size_t i = 0; i < found.size(); ++i) {
     if (!found[i].is_ok()) return fail(i, found[i]);
@@ -236,7 +239,7 @@ Gathered StoreImpl::gather_checked(const std::shared_ptr<GatherJob>& job) {
   if (!in_time(copy, bytes / kBytesASecond)) return fail(in_ram, no_answer());
   const auto& copied = job->copied;
   for (std::size_t i = copied.size(); i-- > 0;) {
-    if (!copied[i].is_ok()) forget(request.keys[i], request.part, copied[i]);
+    if (!copied[i].is_ok()) forget(request.keys[i], request.part, job->sources[i].version, copied[i]);
   }
   for (std::size_t i = 0; i < copied.size(); ++i) {
     if (!copied[i].is_ok()) return fail(i, copied[i]);
@@ -275,7 +278,7 @@ Gathered StoreImpl::load(const Key& key, Part part) {
   if (Status status = source_of(key, part, source); !status.is_ok()) {
     Gathered result;
     result.status = status;
-    forget(key, part, status);
+    forget(key, part, source.version, status);
     return result;
   }
   const auto& header = source.header();

@@ -112,14 +112,14 @@ bool StoreImpl::changed_on_disk(const layout::NameInfo& name, std::uint64_t byte
   return status.code() == StatusCode::NotFound || (status.is_ok() && info.size != bytes);
 }
 
-void StoreImpl::forget_now(const Key& key, Part part, const Status& why) {
+void StoreImpl::forget_now(const Key& key, Part part, std::uint64_t version, const Status& why) {
   std::lock_guard names_lock(names_mutex_);
   FileToRemove file;
   {
     Lock lock(mutex_);
     const PartRecord* record = index_.find(key, part);
     // Rows in RAM were put after the read that failed.
-    if (record == nullptr || record->image != nullptr) return;
+    if (record == nullptr || record->version != version || record->image != nullptr) return;
     file = {name_of(*record), record->file_bytes};
   }
   // What could not be read may be there again later: only its place in the index goes. Nobody else takes files away
@@ -129,7 +129,7 @@ void StoreImpl::forget_now(const Key& key, Part part, const Status& why) {
   {
     Lock lock(mutex_);
     PartRecord* record = index_.find(key, part);
-    if (record == nullptr || record->image != nullptr) return;
+    if (record == nullptr || record->version != version || record->image != nullptr) return;
     if (keep_file) record->on_disk = false;
     ++(why.code() == StatusCode::NotFound ? stats_.lost_parts : stats_.corrupt_parts);
     stats_.last_error = why.message();
@@ -138,12 +138,12 @@ void StoreImpl::forget_now(const Key& key, Part part, const Status& why) {
   remove_files(files);
 }
 
-void StoreImpl::forget(const Key& key, Part part, const Status& why) {
+void StoreImpl::forget(const Key& key, Part part, std::uint64_t version, const Status& why) {
   // What did not answer is no worse for it.
   if (why.error_number() == ETIMEDOUT) return;
   ask_disk<bool>(
-      [this, key, part, why] {
-        forget_now(key, part, why);
+      [this, key, part, version, why] {
+        forget_now(key, part, version, why);
         return true;
       },
       false);

@@ -25,6 +25,7 @@ namespace prefixcache::store {
 struct Source {
   std::shared_ptr<Image> image;
   std::shared_ptr<PartFile> file;
+  std::uint64_t version = 0;  // of the record that it was found in
   const layout::PartHeader& header() const { return image ? image->header : file->header(); }
 };
 
@@ -176,12 +177,14 @@ class StoreImpl : public BlockStore {
   void leave_late(const std::shared_ptr<GatherJob>& job);
   void drop_late_jobs();
   Status source_of(const Key& key, Part part, Source& out);
-  Status open_file(const Key& key, Part part, std::shared_ptr<PartFile>& out);
-  Status open_file_now(const Key& key, Part part, std::shared_ptr<PartFile>& out);
+  // Sets `out.version` in any case that had an answer.
+  Status open_file(const Key& key, Part part, Source& out);
+  Status open_file_now(const Key& key, Part part, Source& out);
   bool has_file(const Key& key, Part part);
   void limit_open_files();
-  void forget(const Key& key, Part part, const Status& why);
-  void forget_now(const Key& key, Part part, const Status& why);
+  // Drops what could not be read, unless something else has come in its place.
+  void forget(const Key& key, Part part, std::uint64_t version, const Status& why);
+  void forget_now(const Key& key, Part part, std::uint64_t version, const Status& why);
   Status erase_now(const std::vector<Key>& keys, const std::vector<Part>& parts);
   Status clear_now();
   bool changed_on_disk(const layout::NameInfo& name, std::uint64_t bytes) const;
@@ -223,10 +226,10 @@ class StoreImpl : public BlockStore {
   double count_seconds_ = 0;
   std::chrono::steady_clock::time_point looked_at_;
   double look_seconds_ = 0;
-  double last_count_ = 0;           // by the file system's clock
+  double last_count_ = 0;                         // by the file system's clock
   std::vector<std::shared_ptr<GatherJob>> late_;  // guarded by mutex_
-  std::unique_ptr<Writer> writer_;  // its thread uses all of the above
-  Patience patience_;                // last: its threads use the writer too
+  std::unique_ptr<Writer> writer_;                // its thread uses all of the above
+  Patience patience_;                             // last: its threads use the writer too
 };
 
 }  // namespace prefixcache::store

@@ -79,13 +79,14 @@ std::shared_ptr<const BlockText> StoreImpl::text_of(const Key& key, const Key& p
     if (entry == nullptr || (entry->parent_known && entry->parent != parent)) return nullptr;
     if (entry->text != nullptr && entry->parent_known) return entry->text;
   }
-  std::shared_ptr<PartFile> file;
-  if (Status status = open_file(key, part, file); !status.is_ok()) {
-    forget(key, part, status);
+  Source source;
+  if (Status status = open_file(key, part, source); !status.is_ok()) {
+    forget(key, part, source.version, status);
     return nullptr;
   }
-  if (file->header().parent != parent) return nullptr;
-  return std::make_shared<BlockText>(BlockText{file->header().tokens, file->header().content});
+  const auto& header = source.header();
+  if (header.parent != parent) return nullptr;
+  return std::make_shared<BlockText>(BlockText{header.tokens, header.content});
 }
 
 std::vector<Child> StoreImpl::children(const Key& parent) {

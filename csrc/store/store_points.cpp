@@ -54,8 +54,8 @@ bool StoreImpl::rows_of(const Key& key, Part part, std::int64_t& row_lo, std::in
     }
     if (row_lo >= 0) return true;
     if (looked) return false;
-    std::shared_ptr<PartFile> file;
-    if (Status status = open_file(key, part, file); !status.is_ok()) forget(key, part, status);
+    Source source;
+    if (Status status = open_file(key, part, source); !status.is_ok()) forget(key, part, source.version, status);
   }
 }
 
@@ -190,11 +190,13 @@ Point StoreImpl::deepest_state(const ChainView& chain, std::int64_t limit) {
     const Key* own =
         static_cast<std::size_t>(i) < chain.keys.size() ? &chain.keys[static_cast<std::size_t>(i)] : nullptr;
     Point best;
-    visit_children(parent_of_block(chain, i), kState, own, tokens_from(chain, i), [&](const Entry& entry, const BlockText& text) {
-      const auto count = static_cast<std::int64_t>(text.tokens.size());
-      if (start + count > limit || start + count <= best.n) return;
-      if (common_rows(text, start, tokens_from(chain, i), chain.content) == count) best = {start + count, entry.key};
-    });
+    visit_children(parent_of_block(chain, i), kState, own, tokens_from(chain, i),
+                   [&](const Entry& entry, const BlockText& text) {
+                     const auto count = static_cast<std::int64_t>(text.tokens.size());
+                     if (start + count > limit || start + count <= best.n) return;
+                     if (common_rows(text, start, tokens_from(chain, i), chain.content) == count)
+                       best = {start + count, entry.key};
+                   });
     if (best.n > 0) return best;
   }
   return {};

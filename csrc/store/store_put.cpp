@@ -266,6 +266,7 @@ bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& 
   index_.set_text(entry, {image->header.tokens, image->header.content});
   record.row_lo = request.row_lo;
   record.row_hi = request.row_hi;
+  index_.renew(record);
   record.image = image;
   record.file.reset();
   record.file_is_older = record.on_disk;

@@ -7,8 +7,8 @@
 #include <cstdlib>
 #include <string>
 
-#include "hash/checksum.h"
 #include "layout/block_file.h"
+#include "support/match_checksum.h"
 
 namespace {
 
@@ -43,18 +43,6 @@ void try_header(const std::string& file, std::uint64_t data_bytes) {
   }
 }
 
-// The place of the checksum is fixed: behind the length and the first two keys.
-void match_checksum(std::string& file) {
-  constexpr std::size_t kAt = 8 + sizeof(R"({"__metadata__":{"format":"prefixcache.v1","checksum":")") - 1;
-  if (file.size() < 64) return;
-  std::uint64_t length = 0;
-  for (int i = 7; i >= 0; --i) length = length << 8 | static_cast<std::uint8_t>(file[i]);
-  if (length > file.size() - 8 || length + 8 < kAt + 16) return;
-  file.replace(kAt, 16, 16, '0');
-  const std::uint64_t digest = hash::xxh3_64({reinterpret_cast<const std::uint8_t*>(file.data()), length + 8});
-  for (int i = 0; i < 16; ++i) file[kAt + i] = "0123456789abcdef"[digest >> (60 - 4 * i) & 15];
-}
-
 void try_name(const std::string& name) {
   layout::NameInfo info;
   if (!layout::parse_file_name(name, info)) return;
@@ -72,7 +60,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   std::string file(reinterpret_cast<const char*>(data) + 4, size - 4);
   try_name(file);
   try_header(file, data_bytes);
-  match_checksum(file);
+  testing::match_checksum(file);
   try_header(file, data_bytes);
   return 0;
 }

@@ -11,4 +11,8 @@ inline bool at_full_size() {
   return asked != nullptr && *asked == '1';
 }
 
+inline std::chrono::seconds stress_time() {
+  return std::chrono::seconds(at_full_size() ? 60 : 2);
+}
+
 }  // namespace prefixcache::testing
