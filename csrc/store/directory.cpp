@@ -11,6 +11,8 @@ namespace {
 
 constexpr std::string_view kVersionFolder = "/v1";
 constexpr std::string_view kUsageFile = ".usage";
+// Times of directories are no finer than this on any file system.
+constexpr double kSettled = 2.5;
 constexpr std::string_view kTempPrefix = ".tmp-";
 
 std::string random_tag() {
@@ -118,6 +120,7 @@ Status Directory::scan_namespace(const std::string& path, bool own, std::vector<
   add_files(folders, "", scanned_bytes_);
   for (const auto& folder : folders) {
     if (!folder.info.is_directory) continue;
+    if (own) changed(folder);
     const std::string below = path + "/" + folder.name;
     files.clear();
     if (Status status = env_.list(below, files); failed(status)) return status;
@@ -141,6 +144,30 @@ void Directory::scan_file(const std::string& folder, const DirEntry& file, bool 
   part.bytes = file.info.size;
   part.modified = part.dated = file.info.modified;
   (own ? parts : scan_foreign_).push_back(std::move(part));
+}
+
+bool Directory::changed(const DirEntry& folder) {
+  // A change of this very moment may not show in the time: such a folder is listed again.
+  const bool settled = env_.now() - folder.info.modified > kSettled;
+  double& before = listed_[folder.name];
+  const bool same = before == folder.info.modified;
+  before = settled ? folder.info.modified : 0;
+  return !same;
+}
+
+Status Directory::look(std::vector<FoundPart>& parts) {
+  std::lock_guard scanning(scan_mutex_);
+  parts.clear();
+  std::vector<DirEntry> folders;
+  std::vector<DirEntry> files;
+  if (Status status = env_.list(own_, folders); !status.is_ok()) return status;
+  for (const auto& folder : folders) {
+    const std::string below = own_ + "/" + folder.name;
+    if (!folder.info.is_directory || !changed(folder) || !env_.list(below, files).is_ok()) continue;
+    for (const auto& file : files) scan_file(below, file, true, parts);
+  }
+  sort_by_recency(parts);
+  return Status::ok();
 }
 
 Status Directory::reserve(std::uint64_t bytes, std::uint64_t limit, bool& granted) {

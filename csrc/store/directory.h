@@ -11,6 +11,7 @@
 #include <deque>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "layout/block_file.h"
@@ -42,6 +43,11 @@ class Directory {
   // What was evicted or stored before is not in the answer for sure: others may write and remove meanwhile.
   Status scan(std::vector<FoundPart>& parts);
 
+  // Others have reserved room since the last look() or scan().
+  bool others_wrote() { return usage_.others_reserved(); }
+  // Lists the folders of this namespace that changed since they were listed last.
+  Status look(std::vector<FoundPart>& parts);
+
   std::string path_of(const layout::NameInfo& name) const;
   // Room for a file, below `limit` for all that lies below the root. NotFound: scan() first.
   Status reserve(std::uint64_t bytes, std::uint64_t limit, bool& granted);
@@ -68,6 +74,7 @@ class Directory {
   std::string folder_of(const Key& key) const;
   Status scan_namespace(const std::string& path, bool own, std::vector<FoundPart>& parts);
   void scan_file(const std::string& folder, const DirEntry& file, bool own, std::vector<FoundPart>& parts);
+  bool changed(const DirEntry& folder);
   bool next_foreign(double older_than, FoundPart& out);
 
   Env& env_;
@@ -82,6 +89,7 @@ class Directory {
   std::uint64_t scanned_bytes_ = 0;      // of the scan under way
   std::vector<FoundPart> scan_foreign_;  // of the scan under way
   std::mutex scan_mutex_;
+  std::unordered_map<std::string, double> listed_;  // folders of this namespace; of the scan or look under way
   std::mutex foreign_mutex_;
   std::deque<FoundPart> foreign_;  // oldest first
 };

@@ -23,7 +23,9 @@ Entry& Index::entry(const Key& key, std::uint64_t parent_prefix, std::int64_t de
     slot->key = key;
     slot->parent_prefix = parent_prefix;
     slot->depth = depth;
-    children_[parent_prefix].push_back(slot.get());
+    Family& family = children_[parent_prefix];
+    family.all.push_back(slot.get());
+    family.unread.push_back(slot.get());
   }
   return *slot;
 }
@@ -43,6 +45,13 @@ PartRecord& Index::part(Entry& entry, Part part) {
 void Index::set_parent(Entry& entry, const Key& parent) {
   entry.parent = parent;
   entry.parent_known = true;
+}
+
+void Index::set_text(Entry& entry, BlockText text) {
+  if (entry.text != nullptr) return;
+  entry.text = std::make_shared<BlockText>(std::move(text));
+  const auto& tokens = entry.text->tokens;
+  if (!tokens.empty()) children_[entry.parent_prefix].by_first_token[tokens[0]].push_back(&entry);
 }
 
 PartRecord* Index::parent_of(const PartRecord& record) const {
@@ -99,9 +108,15 @@ void Index::remove(PartRecord& record) {
   --part_count_;
   const bool empty = std::none_of(entry.parts.begin(), entry.parts.end(), [](const auto& p) { return p != nullptr; });
   if (!empty) return;
-  const auto siblings = children_.find(entry.parent_prefix);
-  std::erase(siblings->second, &entry);
-  if (siblings->second.empty()) children_.erase(siblings);
+  const auto family = children_.find(entry.parent_prefix);
+  std::erase(family->second.all, &entry);
+  std::erase(family->second.unread, &entry);
+  if (entry.text != nullptr && !entry.text->tokens.empty()) {
+    const auto same = family->second.by_first_token.find(entry.text->tokens[0]);
+    std::erase(same->second, &entry);
+    if (same->second.empty()) family->second.by_first_token.erase(same);
+  }
+  if (family->second.all.empty()) children_.erase(family);
   const Key key = entry.key;
   entries_.erase(key);
 }
@@ -121,10 +136,30 @@ void Index::use(PartRecord& record, double now, double date_every, std::vector<P
   }
 }
 
+namespace {
+
+const std::vector<Entry*> kNone;
+
+}  // namespace
+
 const std::vector<Entry*>& Index::children(std::uint64_t parent_prefix) const {
-  static const std::vector<Entry*> none;
   const auto found = children_.find(parent_prefix);
-  return found == children_.end() ? none : found->second;
+  return found == children_.end() ? kNone : found->second.all;
+}
+
+const std::vector<Entry*>& Index::children(std::uint64_t parent_prefix, std::uint32_t first_token) const {
+  const auto family = children_.find(parent_prefix);
+  if (family == children_.end()) return kNone;
+  const auto found = family->second.by_first_token.find(first_token);
+  return found == family->second.by_first_token.end() ? kNone : found->second;
+}
+
+const std::vector<Entry*>& Index::unread_children(std::uint64_t parent_prefix) {
+  const auto found = children_.find(parent_prefix);
+  if (found == children_.end()) return kNone;
+  auto& unread = found->second.unread;
+  std::erase_if(unread, [](const Entry* entry) { return entry->text != nullptr && entry->parent_known; });
+  return unread;
 }
 
 std::vector<PartRecord*> Index::all() const {

@@ -100,6 +100,8 @@ class Index {
   PartRecord& part(Entry& entry, Part part);
   void renew(PartRecord& record) { record.version = ++versions_; }
   void set_parent(Entry& entry, const Key& parent);
+  // Once for each entry; a second text is not taken.
+  void set_text(Entry& entry, BlockText text);
 
   // In this tier's order; newer than everything below it in the chain.
   void add_to_ram(PartRecord& record);
@@ -117,7 +119,11 @@ class Index {
   // As touch, for what was asked for: appends the records whose files have a time older than `date_every` seconds.
   void use(PartRecord& record, double now, double date_every, std::vector<PartRecord*>& to_date);
 
+  // In the order in which they came. The second: those whose text is known and begins with `first_token`. The third:
+  // those whose text or parent is not known yet.
   const std::vector<Entry*>& children(std::uint64_t parent_prefix) const;
+  const std::vector<Entry*>& children(std::uint64_t parent_prefix, std::uint32_t first_token) const;
+  const std::vector<Entry*>& unread_children(std::uint64_t parent_prefix);
   std::vector<PartRecord*> all() const;
   std::size_t part_count() const { return part_count_; }
   std::size_t ram_count() const { return ram_.order().size(); }
@@ -129,7 +135,14 @@ class Index {
   bool has_child(const PartRecord& record) const;
 
   std::unordered_map<Key, std::unique_ptr<Entry>> entries_;
-  std::unordered_map<std::uint64_t, std::vector<Entry*>> children_;
+  // The blocks of one parent.
+  struct Family {
+    std::vector<Entry*> all;
+    std::vector<Entry*> unread;  // and some that were read since
+    std::unordered_map<std::uint32_t, std::vector<Entry*>> by_first_token;
+  };
+
+  std::unordered_map<std::uint64_t, Family> children_;
   ChainLru ram_;
   ChainLru disk_;
   std::size_t part_count_ = 0;

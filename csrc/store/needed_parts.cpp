@@ -94,7 +94,9 @@ void NeededParts::find_states() {
   std::int64_t depth = newcomer_.header.depth;
   for (Key key = parent_;;) {
     const Entry* deepest = nullptr;
-    for (const Entry* child : index_.children(layout::parent_prefix(key))) {
+    const std::uint64_t prefix = layout::parent_prefix(key);
+    const bool bare = text.tokens.empty();
+    for (const Entry* child : bare ? index_.children(prefix) : index_.children(prefix, text.tokens[0])) {
       if (child->parts[static_cast<int>(Part::state)] == nullptr || child->text == nullptr) continue;
       if (child->parent != key || child->depth > depth || (deepest && child->depth <= deepest->depth)) continue;
       const BlockText& own = *child->text;

@@ -1,4 +1,5 @@
 // store_gather.cpp: the restore line, from keys to filled arrays.
+#include <algorithm>
 #include <limits>
 #include <new>
 #include <stdexcept>
@@ -13,6 +14,8 @@ namespace {
 
 // Each open part is a mapping; systems allow some tens of thousands for a process.
 constexpr std::size_t kMostOpenFiles = 4096;
+// What a slow disk reads in a second.
+constexpr double kBytesASecond = 64 << 20;
 
 [[noreturn]] void refuse(const std::string& what) {
   throw std::invalid_argument("[BlockStore::gather] " + what);
@@ -48,6 +51,18 @@ Status StoreImpl::source_of(const Key& key, Part part, Source& out) {
 }
 
 Status StoreImpl::open_file(const Key& key, Part part, Source& out) {
+  using Answer = std::pair<Status, Source>;
+  const auto open = [this, key, part] {
+    Answer answer;
+    answer.first = open_file_now(key, part, answer.second);
+    return answer;
+  };
+  Answer answer = ask_disk<Answer>(open, {no_answer(), {}});
+  out = std::move(answer.second);
+  return answer.first;
+}
+
+Status StoreImpl::open_file_now(const Key& key, Part part, Source& out) {
   layout::NameInfo name;
   {
     Lock lock(mutex_);
@@ -66,9 +81,7 @@ Status StoreImpl::open_file(const Key& key, Part part, Source& out) {
   record->row_lo = header.row_lo;
   record->row_hi = header.row_hi;
   index_.set_parent(*record->entry, header.parent);
-  if (record->entry->text == nullptr) {
-    record->entry->text = std::make_shared<BlockText>(BlockText{header.tokens, header.content});
-  }
+  index_.set_text(*record->entry, {header.tokens, header.content});
   ++open_files_;
   limit_open_files();
   return Status::ok();
@@ -86,12 +99,80 @@ void StoreImpl::limit_open_files() {
   }
 }
 
+bool StoreImpl::has_file(const Key& key, Part part) {
+  layout::NameInfo name;
+  {
+    Lock lock(mutex_);
+    const PartRecord* record = index_.find(key, part);
+    if (record == nullptr) return false;
+    name = name_of(*record);
+  }
+  FileInfo info;
+  return env_.stat(directory_->path_of(name), info).code() != StatusCode::NotFound;
+}
+
+// A gather and all that it uses: what reads for it may go on when nobody waits any more.
+struct GatherJob {
+  GatherRequest request;
+  std::vector<Source> sources;
+  std::vector<Status> found;
+  std::vector<Status> copied;
+  GatherPlan plan;
+};
+
+void StoreImpl::leave_late(const std::shared_ptr<GatherJob>& job) {
+  Lock lock(mutex_);
+  late_.push_back(job);
+}
+
+void StoreImpl::drop_late_jobs() {
+  // Arrays are let go by threads of callers, never by those that read.
+  std::vector<std::shared_ptr<GatherJob>> ended;
+  Lock lock(mutex_);
+  for (auto& job : late_) {
+    if (job.use_count() == 1) ended.push_back(std::move(job));
+  }
+  std::erase(late_, nullptr);
+  lock.unlock();
+}
+
+std::size_t StoreImpl::known_sources(GatherJob& job) {
+  std::size_t first = job.sources.size();
+  Lock lock(mutex_);
+  for (std::size_t i = 0; i < job.sources.size(); ++i) {
+    const PartRecord* record = index_.find(job.request.keys[i], job.request.part);
+    if (record != nullptr) job.sources[i] = {record->image, record->file, record->version};
+    if (record == nullptr || record->image == nullptr) first = std::min(first, i);
+  }
+  return first;
+}
+
+void StoreImpl::open_sources(GatherJob& job) {
+  const auto& keys = job.request.keys;
+  const Part part = job.request.part;
+  std::vector<std::size_t> closed;
+  std::vector<std::size_t> open;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    if (job.sources[i].image == nullptr) (job.sources[i].file ? open : closed).push_back(i);
+  }
+  // Side by side.
+  threads_.parallel_for(closed.size(), [&](std::size_t i) {
+    job.found[closed[i]] = open_file_now(keys[closed[i]], part, job.sources[closed[i]]);
+  });
+  // Others may have removed them. The deepest block goes first: while it is there, so are those before it.
+  if (open.empty() || has_file(keys[open.back()], part)) return;
+  for (const std::size_t i : open) {
+    if (!has_file(keys[i], part)) job.found[i] = {StatusCode::NotFound, "the file of " + keys[i].hex() + " is gone"};
+  }
+}
+
 Gathered StoreImpl::gather(const GatherRequest& base) {
   check(base);
-  GatherRequest request = base;
-  for (auto& key : request.keys) key = group_key(key, base.group);
+  const auto job = std::make_shared<GatherJob>();
+  job->request = base;
+  for (auto& key : job->request.keys) key = group_key(key, base.group);
   try {
-    return gather_checked(request);
+    return gather_checked(job);
   } catch (const std::bad_alloc& e) {
     Gathered result;
     result.status = {StatusCode::Full, std::string("no memory: ") + e.what()};
@@ -99,33 +180,46 @@ Gathered StoreImpl::gather(const GatherRequest& base) {
   }
 }
 
-Gathered StoreImpl::gather_checked(const GatherRequest& request) {
+Gathered StoreImpl::gather_checked(const std::shared_ptr<GatherJob>& job) {
   Gathered result;
-  if (closed_) {
-    result.status = {StatusCode::Closed, "the store is closed"};
-    return result;
-  }
-  gather::ensure_fault_handler();
-  // Files that were not read yet are opened side by side.
-  std::vector<Source> sources(request.keys.size());
-  std::vector<Status> found(request.keys.size());
-  threads_.parallel_for(sources.size(),
-                        [&](std::size_t i) { found[i] = source_of(request.keys[i], request.part, sources[i]); });
   const auto fail = [&](std::size_t block, const Status& status) {
     result.status = status;
     result.good = block;
     return std::move(result);
   };
+  if (closed_) return fail(0, {StatusCode::Closed, "the store is closed"});
+  gather::ensure_fault_handler();
+  drop_late_jobs();
+  const GatherRequest& request = job->request;
+  job->sources.resize(request.keys.size());
+  job->found.resize(request.keys.size());
+  const std::size_t in_ram = known_sources(*job);
+  const bool from_disk = in_ram < request.keys.size();
+  // Runs on another thread what reads files. False where that takes too long: then nothing of the job may be touched.
+  const auto in_time = [&](auto read, double more) {
+    const auto reads = [job, read] {
+      read(*job);
+      return true;
+    };
+    if (!from_disk) return reads();
+    if (ask_disk<bool>(reads, false, more)) return true;
+    leave_late(job);
+    return false;
+  };
+  if (from_disk && directory_ == nullptr) {
+    return fail(in_ram, {StatusCode::NotFound, "block " + request.keys[in_ram].hex() + " is not stored"});
+  }
+  if (from_disk && !in_time([this](GatherJob& own) { open_sources(own); }, 0)) return fail(in_ram, no_answer());
   // All that failed, not only the first: a later store must not take the others for stored.
+  const auto& found = job->found;
   for (std::size_t i = found.size(); i-- > 0;) {
-    if (!found[i].is_ok()) forget(request.keys[i], request.part, sources[i].version, found[i]);
+    if (!found[i].is_ok()) forget(request.keys[i], request.part, job->sources[i].version, found[i]);
   }
   for (std::size_t i = 0; i < found.size(); ++i) {
     if (!found[i].is_ok()) return fail(i, found[i]);
   }
-  GatherPlan plan;
   std::size_t bad_block = 0;
-  if (Status status = GatherPlan::make(request, sources, plan, bad_block); !status.is_ok()) {
+  if (Status status = GatherPlan::make(request, job->sources, job->plan, bad_block); !status.is_ok()) {
     if (status.code() == StatusCode::Corrupt) {
       // One key, two forms: a caller's mistake. The later ones go, so that the next store can mend the chain.
       const Part parts[] = {request.part};
@@ -136,21 +230,34 @@ Gathered StoreImpl::gather_checked(const GatherRequest& request) {
     }
     return fail(bad_block, status);
   }
-  if (Status status = plan.allocate(); !status.is_ok()) return fail(0, status);
-  const std::vector<Status> copied = plan.run(threads_, options_.verify);
+  if (Status status = job->plan.allocate(); !status.is_ok()) return fail(0, status);
+  double bytes = 0;
+  for (std::size_t i = 0; i < job->sources.size(); ++i) {
+    if (!job->sources[i].image) bytes += static_cast<double>(job->plan.bytes_of(i));
+  }
+  const auto copy = [this](GatherJob& own) { own.copied = own.plan.run(threads_, options_.verify); };
+  if (!in_time(copy, bytes / kBytesASecond)) return fail(in_ram, no_answer());
+  const auto& copied = job->copied;
   for (std::size_t i = copied.size(); i-- > 0;) {
-    if (!copied[i].is_ok()) forget(request.keys[i], request.part, sources[i].version, copied[i]);
+    if (!copied[i].is_ok()) forget(request.keys[i], request.part, job->sources[i].version, copied[i]);
   }
   for (std::size_t i = 0; i < copied.size(); ++i) {
     if (!copied[i].is_ok()) return fail(i, copied[i]);
   }
-  for (std::size_t i = 0; i < sources.size(); ++i) {
-    (sources[i].image ? result.ram_bytes : result.disk_bytes) += plan.bytes_of(i);
-    ++(sources[i].image ? result.ram_blocks : result.disk_blocks);
+  take_results(*job, result);
+  return result;
+}
+
+void StoreImpl::take_results(GatherJob& job, Gathered& result) {
+  for (std::size_t i = 0; i < job.sources.size(); ++i) {
+    const bool in_ram = job.sources[i].image != nullptr;
+    (in_ram ? result.ram_bytes : result.disk_bytes) += job.plan.bytes_of(i);
+    ++(in_ram ? result.ram_blocks : result.disk_blocks);
   }
-  result.good = sources.size();
-  result.meta = sources.back().header().meta;
-  result.slots = plan.take_results();
+  result.good = job.sources.size();
+  result.meta = job.sources.back().header().meta;
+  result.slots = job.plan.take_results();
+  const GatherRequest& request = job.request;
   Lock lock(mutex_);
   stats_.gathered_ram_bytes += result.ram_bytes;
   stats_.gathered_disk_bytes += result.disk_bytes;
@@ -159,7 +266,6 @@ Gathered StoreImpl::gather_checked(const GatherRequest& request) {
   for (std::size_t i = first; i < request.keys.size(); ++i) {
     if (PartRecord* record = index_.find(request.keys[i], request.part)) use(*record);
   }
-  return result;
 }
 
 Gathered StoreImpl::load(const Key& key, Part part) {

@@ -23,6 +23,7 @@ namespace {
 constexpr double kOpenWaits = 0.5;
 // erase() and clear() need to know all files. A disk that takes longer has stalled.
 constexpr double kRemovalWaits = 60;
+constexpr double kSecondsARemoval = 0.01;
 
 [[noreturn]] void refuse(const std::string& field, const std::string& value, const std::string& expected) {
   throw std::invalid_argument("[BlockStore::open] " + field + " is " + value + ", expected " + expected);
@@ -50,6 +51,7 @@ const Options& checked(const Options& options) {
     if (value > kMostBytes) refuse(field, std::to_string(value), "at most 2^60 bytes");
   }
   for (const auto& [field, value] : {std::pair{"put_wait_seconds", options.put_wait_seconds},
+                                     std::pair{"disk_wait_seconds", options.disk_wait_seconds},
                                      std::pair{"temp_grace_seconds", options.temp_grace_seconds}}) {
     if (!std::isfinite(value) || value < 0) refuse(field, std::to_string(value), "seconds, 0 or more");
   }
@@ -68,15 +70,15 @@ StoreImpl::StoreImpl(const Options& options)
   if (options_.write == WritePolicy::ram_only) return;
   while (options_.directory.size() > 1 && options_.directory.back() == '/') options_.directory.pop_back();
   directory_ = std::make_unique<Directory>(env_, options_.directory, options_.name_space, options_.temp_grace_seconds);
-  const Status ready = directory_->prepare();
+  Status ready = ask_disk<Status>([this] { return directory_->prepare(); }, no_answer());
   if (ready.error_number() == EPERM || ready.error_number() == ENOTDIR) {
     refuse("directory", "'" + options_.directory + "'", "a directory only this user can write to: " + ready.message());
   }
   ready_ = ready.is_ok();
   writer_ = std::make_unique<Writer>(
       options_.queue_bytes, [this](const auto& image) { return write_image(image); }, [this] { return idle(); });
-  if (!ready_) disk_failed(ready);
   writer_->start();
+  if (!ready_) disk_failed(ready);
   wait_for_scan(kOpenWaits);
 }
 
@@ -110,7 +112,7 @@ bool StoreImpl::changed_on_disk(const layout::NameInfo& name, std::uint64_t byte
   return status.code() == StatusCode::NotFound || (status.is_ok() && info.size != bytes);
 }
 
-void StoreImpl::forget(const Key& key, Part part, std::uint64_t version, const Status& why) {
+void StoreImpl::forget_now(const Key& key, Part part, std::uint64_t version, const Status& why) {
   std::lock_guard names_lock(names_mutex_);
   FileToRemove file;
   {
@@ -136,9 +138,26 @@ void StoreImpl::forget(const Key& key, Part part, std::uint64_t version, const S
   remove_files(files);
 }
 
+void StoreImpl::forget(const Key& key, Part part, std::uint64_t version, const Status& why) {
+  // What did not answer is no worse for it.
+  if (why.error_number() == ETIMEDOUT) return;
+  ask_disk<bool>(
+      [this, key, part, version, why] {
+        forget_now(key, part, version, why);
+        return true;
+      },
+      false);
+}
+
 Status StoreImpl::erase(std::span<const Key> keys, std::span<const Part> parts) {
   if (closed_) return {StatusCode::Closed, "the store is closed"};
   if (writer_ != nullptr && !scanned_) wait_for_scan(kRemovalWaits);
+  const auto erase = [this, keys = std::vector<Key>(keys.begin(), keys.end()),
+                      parts = std::vector<Part>(parts.begin(), parts.end())] { return erase_now(keys, parts); };
+  return ask_disk<Status>(erase, no_answer(), static_cast<double>(keys.size()) * kSecondsARemoval);
+}
+
+Status StoreImpl::erase_now(const std::vector<Key>& keys, const std::vector<Part>& parts) {
   std::lock_guard names_lock(names_mutex_);
   std::vector<FileToRemove> files;
   {
@@ -155,6 +174,10 @@ Status StoreImpl::erase(std::span<const Key> keys, std::span<const Part> parts) 
 Status StoreImpl::clear() {
   if (closed_) return {StatusCode::Closed, "the store is closed"};
   if (writer_ != nullptr && !scanned_) wait_for_scan(kRemovalWaits);
+  return ask_disk<Status>([this] { return clear_now(); }, no_answer(), kRemovalWaits);
+}
+
+Status StoreImpl::clear_now() {
   std::lock_guard names_lock(names_mutex_);
   std::vector<FileToRemove> files;
   {
@@ -186,6 +209,7 @@ StoreStats StoreImpl::stats() const {
   stats.ram_bytes = pool_->held();
   stats.ram_peak_bytes = pool_->peak();
   stats.queued_bytes = writer_ ? writer_->queued_bytes() : 0;
+  stats.degraded = stats.degraded || patience_.overrun();
   stats.disk_bytes = directory_ ? directory_->used() : 0;
   return stats;
 }

@@ -16,6 +16,7 @@
 #include "store/directory.h"
 #include "store/index.h"
 #include "store/needed_parts.h"
+#include "store/patience.h"
 #include "store/writer.h"
 
 namespace prefixcache::store {
@@ -27,6 +28,8 @@ struct Source {
   std::uint64_t version = 0;  // of the record that it was found in
   const layout::PartHeader& header() const { return image ? image->header : file->header(); }
 };
+
+struct GatherJob;
 
 class StoreImpl : public BlockStore {
  public:
@@ -65,9 +68,10 @@ class StoreImpl : public BlockStore {
   void find_unless_known(const PutRequest& request);
   bool already_there(const PutRequest& request);
   bool insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool queued);
+  const std::vector<Entry*>& siblings_of(const PutRequest& request) const;
   bool contained_in_sibling(const PutRequest& request) const;
   std::vector<PartRecord*> superseded_by(const PutRequest& request) const;
-  void remove_superseded(const PutRequest& request);
+  void watch_writer();
 
   // RAM
   std::shared_ptr<Buffer> acquire_buffer(const Image& image);
@@ -123,26 +127,66 @@ class StoreImpl : public BlockStore {
   // Makes it the newest, and its file too. With the mutex held.
   void use(PartRecord& record);
 
+  // The answer of `work`, which may touch the disk, or `otherwise` where that takes longer than the caller may be held,
+  // `more` seconds added. It then goes on by itself: it must own what it uses.
+  template <class Answer, class Work>
+  Answer ask_disk(Work work, Answer otherwise, double more = 0) {
+    if (directory_ == nullptr) return work();
+    auto answer = std::make_shared<Answer>();
+    const auto ask = [answer, work = std::move(work)]() mutable {
+      try {
+        *answer = work();
+      } catch (const std::exception&) {
+        // No memory, say: as good as no answer.
+      }
+    };
+    if (patience_.run(ask, options_.disk_wait_seconds + more)) return std::move(*answer);
+    disk_failed(no_answer());
+    return otherwise;
+  }
+  static Status no_answer();
+
   // lookup
+  bool find_on_disk_now(const Key& key, const Key& parent, std::int64_t depth, Part part);
   bool find_on_disk(const Key& key, const Key& parent, std::int64_t depth, Part part);
   std::shared_ptr<const BlockText> text_of(const Key& key, const Key& parent, Part part);
   // Reads the header of a file whose rows are not known yet. False if there is no such part (any more).
   bool rows_of(const Key& key, Part part, std::int64_t& row_lo, std::int64_t& row_hi);
-  // Calls visit(entry, text) for each block stored under `parent` that has one of the parts, with the mutex held. Reads
-  // the headers of those whose text is not known yet, of `first` first and of a bounded number at a time.
+  // Reads the headers of blocks under `parent` with one of the parts whose text is not known yet: of `first`, if it is
+  // given, and of a bounded number at a time, the newest first.
+  void read_children(const Key& parent, std::span<const Part> any_of, const Key* first);
+  // Then calls visit(entry, text) for each of them that begins with the first of `tokens`, with the mutex held.
   void visit_children(const Key& parent, std::span<const Part> any_of, const Key* first,
+                      std::span<const std::uint32_t> tokens,
                       const std::function<void(const Entry&, const BlockText&)>& visit);
+  // Whether a block under `parent`, known with its rows or a state, begins with another token.
+  bool other_child(const Key& parent, std::uint32_t first_token) const;
+  // Has the writer's thread look for what other processes wrote.
+  void look_for_others();
+  void look();
   // The block of `parent` in which the most of rows up to `n` can be had, and how far.
   Point window_in_block(const ChainView& chain, const WindowReach& reach, std::int64_t n);
 
   // gather
-  Gathered gather_checked(const GatherRequest& request);
+  Gathered gather_checked(const std::shared_ptr<GatherJob>& job);
+  // What is in RAM or open. The rest, from the first one that is not an image on, is for open_sources().
+  std::size_t known_sources(GatherJob& job);
+  // Opens what is not open, and looks whether files that are open are still there.
+  void open_sources(GatherJob& job);
+  void take_results(GatherJob& job, Gathered& result);
+  void leave_late(const std::shared_ptr<GatherJob>& job);
+  void drop_late_jobs();
   Status source_of(const Key& key, Part part, Source& out);
-  // Sets `out.version` in any case.
+  // Sets `out.version` in any case that had an answer.
   Status open_file(const Key& key, Part part, Source& out);
+  Status open_file_now(const Key& key, Part part, Source& out);
+  bool has_file(const Key& key, Part part);
   void limit_open_files();
   // Drops what could not be read, unless something else has come in its place.
   void forget(const Key& key, Part part, std::uint64_t version, const Status& why);
+  void forget_now(const Key& key, Part part, std::uint64_t version, const Status& why);
+  Status erase_now(const std::vector<Key>& keys, const std::vector<Part>& parts);
+  Status clear_now();
   bool changed_on_disk(const layout::NameInfo& name, std::uint64_t bytes) const;
 
   // Takes a record out of the index; its file, if it has one, is appended to `files` for remove_files().
@@ -176,11 +220,16 @@ class StoreImpl : public BlockStore {
   double rest_seconds_ = 0;            // guarded by mutex_
   std::atomic<int> insisting_{0};      // callers for whom the disk does not rest
   std::atomic<std::uint64_t> removals_{0};
+  std::atomic<bool> look_wanted_{false};
   // of the writer's thread
   std::chrono::steady_clock::time_point counted_at_;
   double count_seconds_ = 0;
-  double last_count_ = 0;           // by the file system's clock
-  std::unique_ptr<Writer> writer_;  // last: its thread uses all of the above
+  std::chrono::steady_clock::time_point looked_at_;
+  double look_seconds_ = 0;
+  double last_count_ = 0;                         // by the file system's clock
+  std::vector<std::shared_ptr<GatherJob>> late_;  // guarded by mutex_
+  std::unique_ptr<Writer> writer_;                // its thread uses all of the above
+  Patience patience_;                             // last: its threads use the writer too
 };
 
 }  // namespace prefixcache::store

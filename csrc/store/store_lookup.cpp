@@ -1,5 +1,6 @@
 // store_lookup.cpp: what is there, from the index.
 #include <algorithm>
+#include <cerrno>
 #include <stdexcept>
 
 #include "store/common_rows.h"
@@ -44,8 +45,16 @@ std::size_t StoreImpl::longest_prefix(std::span<const Key> keys, const Key& root
   }
 }
 
+Status StoreImpl::no_answer() {
+  return {StatusCode::IOError, "the disk does not answer in time", ETIMEDOUT};
+}
+
 bool StoreImpl::find_on_disk(const Key& key, const Key& parent, std::int64_t depth, Part part) {
   if (directory_ == nullptr || closed_) return false;
+  return ask_disk<bool>([this, key, parent, depth, part] { return find_on_disk_now(key, parent, depth, part); }, false);
+}
+
+bool StoreImpl::find_on_disk_now(const Key& key, const Key& parent, std::int64_t depth, Part part) {
   FileInfo info;
   const layout::NameInfo name{key, layout::parent_prefix(parent), depth, part};
   std::lock_guard names_lock(names_mutex_);
@@ -86,6 +95,7 @@ std::vector<Child> StoreImpl::children(const Key& parent) {
     std::int64_t depth;
     Part part;
   };
+  look_for_others();
   std::vector<Candidate> candidates;
   {
     Lock lock(mutex_);
@@ -108,13 +118,24 @@ ChildMatch StoreImpl::longest_child(const Key& parent, std::int64_t start, std::
                                     std::span<const ContentKey> content, Part part) {
   ChildMatch best;
   const Part wanted[] = {part};
-  visit_children(parent, wanted, nullptr, [&](const Entry& entry, const BlockText& text) {
+  look_for_others();
+  visit_children(parent, wanted, nullptr, tokens, [&](const Entry& entry, const BlockText& text) {
     const auto count = static_cast<std::int64_t>(text.tokens.size());
     if (entry.depth != start + count) return;
     const std::int64_t rows = common_rows(text, start, tokens, content);
     // Of equals the newest, which is the last one visited.
     if (rows >= best.rows || best.block_rows == 0) best = {entry.key, entry.depth, rows, count};
   });
+  if (best.block_rows != 0) return best;
+  // The newest, with nothing in common.
+  Lock lock(mutex_);
+  const auto& entries = index_.children(layout::parent_prefix(parent));
+  for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry) {
+    if ((*entry)->text == nullptr || !(*entry)->parent_known || (*entry)->parent != parent) continue;
+    const auto count = static_cast<std::int64_t>((*entry)->text->tokens.size());
+    if ((*entry)->parts[static_cast<int>(part)] == nullptr || (*entry)->depth != start + count) continue;
+    return {(*entry)->key, (*entry)->depth, 0, count};
+  }
   return best;
 }
 

@@ -59,31 +59,46 @@ bool StoreImpl::rows_of(const Key& key, Part part, std::int64_t& row_lo, std::in
   }
 }
 
-void StoreImpl::visit_children(const Key& parent, std::span<const Part> any_of, const Key* first,
-                               const std::function<void(const Entry&, const BlockText&)>& visit) {
-  const std::uint64_t prefix = layout::parent_prefix(parent);
-  const auto part_in = [&](const Entry& entry) -> const PartRecord* {
-    for (const Part part : any_of) {
-      if (entry.parts[static_cast<int>(part)] != nullptr) return entry.parts[static_cast<int>(part)].get();
-    }
-    return nullptr;
-  };
+namespace {
+
+// Null if it has none of the parts.
+const PartRecord* part_in(const Entry& entry, std::span<const Part> any_of) {
+  for (const Part part : any_of) {
+    if (entry.parts[static_cast<int>(part)] != nullptr) return entry.parts[static_cast<int>(part)].get();
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+void StoreImpl::read_children(const Key& parent, std::span<const Part> any_of, const Key* first) {
   std::vector<std::pair<Key, Part>> unknown;
   {
     Lock lock(mutex_);
-    const std::vector<Entry*>& entries = index_.children(prefix);
-    for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry) {
-      const PartRecord* record = (*entry)->text != nullptr && (*entry)->parent_known ? nullptr : part_in(**entry);
-      if (record == nullptr) continue;
-      const bool wanted = first != nullptr && (*entry)->key == *first;
-      if (unknown.size() < kMostHeaders || wanted) unknown.emplace_back((*entry)->key, record->part);
+    const auto add = [&](const Entry& entry) {
+      const PartRecord* record = part_in(entry, any_of);
+      if (record != nullptr && (entry.text == nullptr || !entry.parent_known)) {
+        unknown.emplace_back(entry.key, record->part);
+      }
+    };
+    if (const Entry* entry = first == nullptr ? nullptr : index_.find(*first)) add(*entry);
+    const auto& entries = index_.unread_children(layout::parent_prefix(parent));
+    for (auto entry = entries.rbegin(); entry != entries.rend() && unknown.size() < kMostHeaders; ++entry) {
+      add(**entry);
     }
   }
   for (const auto& [key, part] : unknown) text_of(key, parent, part);
+}
+
+void StoreImpl::visit_children(const Key& parent, std::span<const Part> any_of, const Key* first,
+                               std::span<const std::uint32_t> tokens,
+                               const std::function<void(const Entry&, const BlockText&)>& visit) {
+  read_children(parent, any_of, first);
+  if (tokens.empty()) return;
   Lock lock(mutex_);
-  for (const Entry* entry : index_.children(prefix)) {
-    if (entry->text == nullptr || !entry->parent_known || entry->parent != parent) continue;
-    if (part_in(*entry) != nullptr) visit(*entry, *entry->text);
+  for (const Entry* entry : index_.children(layout::parent_prefix(parent), tokens[0])) {
+    if (!entry->parent_known || entry->parent != parent) continue;
+    if (part_in(*entry, any_of) != nullptr) visit(*entry, *entry->text);
   }
 }
 
@@ -109,7 +124,7 @@ Point StoreImpl::window_in_block(const ChainView& chain, const WindowReach& reac
     consider(own, *text, lo, hi);
     if (best.n == n) return best;
   }
-  visit_children(parent, kWin, nullptr, [&](const Entry& entry, const BlockText& text) {
+  visit_children(parent, kWin, nullptr, tokens_from(chain, i), [&](const Entry& entry, const BlockText& text) {
     const PartRecord& record = *entry.parts[static_cast<int>(Part::win)];
     // Where the text is known without a header read since the scan, the rows may not be.
     if (record.row_lo >= 0) consider(entry.key, text, record.row_lo, record.row_hi);
@@ -129,6 +144,7 @@ Point StoreImpl::deepest_window(const ChainView& chain, const WindowReach& reach
     asked_for_.keep = std::max(asked_for_.keep, reach.keep);
   }
   const std::int64_t size = chain.block_size;
+  look_for_others();
   int probes = 0;
   const auto probe = [&](std::int64_t i) {
     if (static_cast<std::size_t>(i) >= chain.keys.size() || probes++ >= kMostProbes) return false;
@@ -163,6 +179,7 @@ Point StoreImpl::deepest_state(const ChainView& chain, std::int64_t limit) {
     asked_for_.states = true;
   }
   if (limit <= 0) return {};
+  look_for_others();
   const std::int64_t last = last_block(chain, limit);
   if (static_cast<std::size_t>(last) < chain.keys.size() && (last + 1) * chain.block_size <= limit) {
     find_on_disk(chain.keys[static_cast<std::size_t>(last)], parent_of_block(chain, last),
@@ -173,14 +190,26 @@ Point StoreImpl::deepest_state(const ChainView& chain, std::int64_t limit) {
     const Key* own =
         static_cast<std::size_t>(i) < chain.keys.size() ? &chain.keys[static_cast<std::size_t>(i)] : nullptr;
     Point best;
-    visit_children(parent_of_block(chain, i), kState, own, [&](const Entry& entry, const BlockText& text) {
-      const auto count = static_cast<std::int64_t>(text.tokens.size());
-      if (start + count > limit || start + count <= best.n) return;
-      if (common_rows(text, start, tokens_from(chain, i), chain.content) == count) best = {start + count, entry.key};
-    });
+    visit_children(parent_of_block(chain, i), kState, own, tokens_from(chain, i),
+                   [&](const Entry& entry, const BlockText& text) {
+                     const auto count = static_cast<std::int64_t>(text.tokens.size());
+                     if (start + count > limit || start + count <= best.n) return;
+                     if (common_rows(text, start, tokens_from(chain, i), chain.content) == count)
+                       best = {start + count, entry.key};
+                   });
     if (best.n > 0) return best;
   }
   return {};
+}
+
+bool StoreImpl::other_child(const Key& parent, std::uint32_t first_token) const {
+  Lock lock(mutex_);
+  const auto& entries = index_.children(layout::parent_prefix(parent));
+  return std::any_of(entries.begin(), entries.end(), [&](const Entry* entry) {
+    if (entry->text == nullptr || !entry->parent_known || entry->parent != parent) return false;
+    const auto& tokens = entry->text->tokens;
+    return !tokens.empty() && tokens[0] != first_token && part_in(*entry, kRowsOrState) != nullptr;
+  });
 }
 
 std::int64_t StoreImpl::deepest_fork(const ChainView& chain, std::int64_t limit) {
@@ -191,13 +220,16 @@ std::int64_t StoreImpl::deepest_fork(const ChainView& chain, std::int64_t limit)
     std::int64_t fork = 0;
     const Key* own =
         static_cast<std::size_t>(i) < chain.keys.size() ? &chain.keys[static_cast<std::size_t>(i)] : nullptr;
-    visit_children(parent, kRowsOrState, nullptr, [&](const Entry& entry, const BlockText& text) {
+    const auto tokens = tokens_from(chain, i);
+    visit_children(parent, kRowsOrState, nullptr, tokens, [&](const Entry& entry, const BlockText& text) {
       if (own != nullptr && entry.key == *own) return;
-      const std::int64_t common = common_rows(text, start, tokens_from(chain, i), chain.content);
+      const std::int64_t common = common_rows(text, start, tokens, chain.content);
       if (common < static_cast<std::int64_t>(text.tokens.size()) && start + common < limit) {
         fork = std::max(fork, start + common);
       }
     });
+    // Those that begin with another token leave it at the start.
+    if (fork == 0 && start > 0 && other_child(parent, tokens[0])) return start;
     if (fork > 0) return fork;
   }
   return 0;

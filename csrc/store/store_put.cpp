@@ -141,6 +141,10 @@ class Copying {
 
 }  // namespace
 
+void StoreImpl::watch_writer() {
+  if (!disk_rests() && writer_->seconds_at_work() > options_.disk_wait_seconds) disk_failed(no_answer());
+}
+
 Status StoreImpl::put(const PutRequest& base, std::uint64_t* added) {
   check(base);
   if (added != nullptr) *added = 0;
@@ -153,6 +157,7 @@ Status StoreImpl::put(const PutRequest& base, std::uint64_t* added) {
   evaluate(request.slots);
   const auto image = make_image(request);
   const std::uint64_t cost = image->memory();
+  if (writer_ != nullptr) watch_writer();
   const bool queued = writer_ != nullptr && !written_later(*image);
   const auto full = [&](const std::string& why) {
     Lock lock(mutex_);
@@ -212,9 +217,15 @@ bool StoreImpl::already_there(const PutRequest& request) {
   return there;
 }
 
+const std::vector<Entry*>& StoreImpl::siblings_of(const PutRequest& request) const {
+  // One that begins as it does, or the reverse, has its first token.
+  const std::uint64_t prefix = layout::parent_prefix(request.parent);
+  return request.tokens.empty() ? index_.children(prefix) : index_.children(prefix, request.tokens[0]);
+}
+
 bool StoreImpl::contained_in_sibling(const PutRequest& request) const {
   if (request.part == Part::state) return false;
-  for (const Entry* sibling : index_.children(layout::parent_prefix(request.parent))) {
+  for (const Entry* sibling : siblings_of(request)) {
     const PartRecord* record = sibling->parts[static_cast<int>(request.part)].get();
     if (record == nullptr || sibling->text == nullptr) continue;
     if (request.part == Part::win && !covers(*record, request.row_lo, request.row_hi)) continue;
@@ -228,7 +239,7 @@ bool StoreImpl::contained_in_sibling(const PutRequest& request) const {
 std::vector<PartRecord*> StoreImpl::superseded_by(const PutRequest& request) const {
   std::vector<PartRecord*> records;
   if (request.part == Part::state) return records;
-  for (Entry* sibling : index_.children(layout::parent_prefix(request.parent))) {
+  for (Entry* sibling : siblings_of(request)) {
     PartRecord* record = sibling->parts[static_cast<int>(request.part)].get();
     if (record == nullptr || sibling->text == nullptr || sibling->depth >= request.depth) continue;
     if (request.part == Part::win && (record->row_lo < request.row_lo || record->row_hi > request.row_hi)) continue;
@@ -239,16 +250,6 @@ std::vector<PartRecord*> StoreImpl::superseded_by(const PutRequest& request) con
     }
   }
   return records;
-}
-
-void StoreImpl::remove_superseded(const PutRequest& request) {
-  std::lock_guard names_lock(names_mutex_);
-  std::vector<FileToRemove> files;
-  {
-    Lock lock(mutex_);
-    for (PartRecord* record : superseded_by(request)) drop(*record, files);
-  }
-  remove_files(files);
 }
 
 bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool queued) {
@@ -262,9 +263,7 @@ bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& 
     return false;
   }
   index_.set_parent(entry, request.parent);
-  if (entry.text == nullptr) {
-    entry.text = std::make_shared<BlockText>(BlockText{image->header.tokens, image->header.content});
-  }
+  index_.set_text(entry, {image->header.tokens, image->header.content});
   record.row_lo = request.row_lo;
   record.row_hi = request.row_hi;
   index_.renew(record);
@@ -278,9 +277,14 @@ bool StoreImpl::insert(const PutRequest& request, const std::shared_ptr<Image>& 
   if (pool_->limit() != 0 && image->memory() <= pool_->limit()) index_.add_to_ram(record);
   ++stats_.put_parts;
   stats_.put_bytes += image->data_bytes;
-  const bool supersedes = !superseded_by(request).empty();
+  std::vector<Key> superseded;
+  for (const PartRecord* shorter : superseded_by(request)) superseded.push_back(shorter->entry->key);
   lock.unlock();
-  if (supersedes) remove_superseded(request);
+  if (superseded.empty()) return true;
+  const auto remove = [this, superseded, parts = std::vector<Part>{request.part}] {
+    return erase_now(superseded, parts);
+  };
+  ask_disk<Status>(remove, no_answer());
   return true;
 }
 

@@ -14,6 +14,8 @@ using Clock = std::chrono::steady_clock;
 constexpr double kDateEvery = 60;
 // Between two counts of a directory lie at least so many times what the last one took.
 constexpr double kShareOfTime = 20;
+// What others wrote is looked for at most so often.
+constexpr double kLookEvery = 0.5;
 constexpr double kCountEvery = 600;
 constexpr double kCountBeforeEvictions = 30;
 // Entries that are merged at a time: callers wait for the mutex no longer than that takes.
@@ -37,7 +39,9 @@ double StoreImpl::idle() {
     } else if (count_is_due(CountFor::order)) {
       if (const Status status = recount(); !status.is_ok()) disk_failed(status);
     }
+    if (look_wanted_ && rest_until_ == 0) look();
     if (rest_until_ > 0) next = std::min(next, seconds_of_rest() + 1e-3);
+    if (look_wanted_) next = std::min(next, std::max(kLookEvery, kShareOfTime * look_seconds_));
     if (directory_->count_wanted()) next = std::min(next, std::max(0.05, kShareOfTime * count_seconds_));
   } catch (const std::exception& e) {
     // No memory, say. On this thread it would end the process.
@@ -45,6 +49,23 @@ double StoreImpl::idle() {
     stats_.last_error = e.what();
   }
   return next;
+}
+
+void StoreImpl::look_for_others() {
+  if (writer_ != nullptr && !look_wanted_.exchange(true)) writer_->poke();
+}
+
+void StoreImpl::look() {
+  const auto start = Clock::now();
+  if (seconds_since(looked_at_) < std::max(kLookEvery, kShareOfTime * look_seconds_)) return;
+  look_wanted_ = false;
+  looked_at_ = start;
+  if (!directory_->others_wrote()) return;
+  const std::uint64_t removals = removals_;
+  std::vector<FoundPart> found;
+  if (directory_->look(found).is_ok()) merge(found, removals);
+  looked_at_ = Clock::now();
+  look_seconds_ = std::chrono::duration<double>(looked_at_ - start).count();
 }
 
 void StoreImpl::look_for_the_first_time() {
@@ -70,7 +91,6 @@ void StoreImpl::try_again() {
     return;
   }
   disk_works();
-  if (options_.write != WritePolicy::back) queue_unwritten();
 }
 
 bool StoreImpl::count_is_due(CountFor reason) const {
@@ -92,6 +112,10 @@ Status StoreImpl::recount() {
     if (status.is_ok()) status = directory_->scan(found);
   }
   if (!status.is_ok()) return status;
+  {
+    Lock lock(mutex_);
+    ++scan_number_;
+  }
   merge(found, removals);
   drop_vanished();
   counted_at_ = Clock::now();
@@ -106,10 +130,6 @@ void StoreImpl::merge(const std::vector<FoundPart>& found, std::uint64_t removal
   for (const auto& part : found) by_prefix[layout::parent_prefix(part.name.key)] = &part.name.key;
   const double last_count = last_count_;
   last_count_ = env_.now();
-  {
-    Lock lock(mutex_);
-    ++scan_number_;
-  }
   // Used or written by others since we looked last; oldest first.
   std::vector<std::size_t> fresh;
   for (std::size_t end = found.size(); end > 0;) {

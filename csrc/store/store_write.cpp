@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <chrono>
 #include <limits>
+#include <utility>
 
 #include "hash/checksum.h"
 #include "store/store_impl.h"
@@ -44,13 +45,18 @@ void StoreImpl::disk_failed(const Status& status) {
     stats_.degraded = true;
     stats_.last_error = status.message();
   }
-  writer_->poke();
+  if (writer_ != nullptr) writer_->poke();
 }
 
 void StoreImpl::disk_works() {
-  Lock lock(mutex_);
-  stats_.degraded = false;
-  rest_until_ = 0;
+  bool was_degraded = false;
+  {
+    Lock lock(mutex_);
+    was_degraded = std::exchange(stats_.degraded, false);
+    rest_until_ = 0;
+  }
+  // What was left in RAM meanwhile.
+  if (was_degraded && options_.write != WritePolicy::back) queue_unwritten();
 }
 
 Status StoreImpl::write_image(const std::shared_ptr<Image>& image) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <utility>
 
 #include "hash/checksum.h"
 
@@ -67,6 +68,7 @@ Status Usage::reserve(std::uint64_t bytes, std::uint64_t limit, bool& granted) {
   record.reserved_ever += bytes;
   Status status = write(*file, record);
   granted = status.is_ok();
+  if (granted) own_reserved_ += bytes;
   return status;
 }
 
@@ -115,6 +117,17 @@ Status Usage::end_count(std::uint64_t bytes) {
   if (file == nullptr || (!status.is_ok() && status.code() != StatusCode::NotFound)) return status;
   record.used = bytes + less(record.reserved_ever, reserved_at_count_);
   return write(*file, record);
+}
+
+bool Usage::others_reserved() {
+  std::lock_guard guard(mutex_);
+  std::unique_ptr<LockedFile> file;
+  Record record;
+  if (!lock(file, record).is_ok()) return false;
+  used_ = record.used;
+  // A file that was made anew begins at 0: the difference is a number like any other.
+  const std::uint64_t others = record.reserved_ever - own_reserved_;
+  return std::exchange(others_seen_, others) != others;
 }
 
 std::uint64_t Usage::used() const {

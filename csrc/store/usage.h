@@ -32,6 +32,9 @@ class Usage {
   Status begin_count();
   Status end_count(std::uint64_t bytes);
 
+  // Whether others have reserved anything since this was asked last.
+  bool others_reserved();
+
   // As last seen.
   std::uint64_t used() const;
 
@@ -53,6 +56,8 @@ class Usage {
   std::uint64_t unsaid_bytes_ = 0;
   std::uint64_t unsaid_files_ = 0;
   std::uint64_t own_removed_ = 0;  // since the last count
+  std::uint64_t own_reserved_ = 0;
+  std::uint64_t others_seen_ = 0;
   std::uint64_t removed_at_count_ = 0;
   std::uint64_t reserved_at_count_ = 0;
 };

@@ -113,6 +113,11 @@ bool Writer::is_idle() const {
   return finished_ == pushed_;
 }
 
+double Writer::seconds_at_work() const {
+  std::lock_guard lock(mutex_);
+  return at_work_since_ ? std::chrono::duration<double>(Clock::now() - *at_work_since_).count() : 0;
+}
+
 bool Writer::may_start() const {
   if (stopping_ || waiting_ > 0 || reserved_ > limit_ / 2) return true;
   return copying_ == 0 && Clock::now() - last_copy_ >= kQuiet;
@@ -155,10 +160,12 @@ void Writer::run() {
     if (next_idle_ < Clock::now() - kOverdue) run_idle(lock);
     auto [job, bytes] = std::move(queue_.front());
     queue_.pop_front();
+    at_work_since_ = Clock::now();
     lock.unlock();
     Status status = write_(job);
     job.reset();
     lock.lock();
+    at_work_since_.reset();
     reserved_ -= bytes;
     ++finished_;
     // Reaching the disk cap is no error: it is what the cap is for.

@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 
 #include "prefixcache/status.h"
@@ -59,6 +60,8 @@ class Writer {
   std::uint64_t queued_bytes() const;
   // Nothing is queued or being written.
   bool is_idle() const;
+  // How long the job under way takes already; 0 if there is none.
+  double seconds_at_work() const;
 
  private:
   void run();
@@ -79,6 +82,7 @@ class Writer {
   int waiting_ = 0;  // callers that need the queue to move
   std::chrono::steady_clock::time_point last_copy_;
   std::chrono::steady_clock::time_point next_idle_;
+  std::optional<std::chrono::steady_clock::time_point> at_work_since_;
   Status first_error_;
   bool stopping_ = false;
   bool ended_ = false;  // the thread does nothing more

@@ -36,6 +36,9 @@ struct PREFIXCACHE_API Options {
   std::uint64_t queue_bytes = std::uint64_t{1} << 30;
   // How long put() may wait for room in the queue before it answers Full.
   double put_wait_seconds = 2.0;
+  // How long a lookup may wait for the disk, and a read too, which has a second more for every 64 MiB. What takes
+  // longer is a miss, and the disk is left alone until it answers again.
+  double disk_wait_seconds = 2.0;
   WritePolicy write = WritePolicy::through;
   Verify verify = Verify::first;
   // Threads that copy, the calling one included. 0: one for each core, at most 8.

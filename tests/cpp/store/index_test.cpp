@@ -135,5 +135,38 @@ TEST(Index, RandomTreesKeepParentsInFront) {
   }
 }
 
+TEST(Index, ChildrenAreFoundByTheirFirstToken) {
+  Index index;
+  const std::uint64_t parent = 7;
+  std::vector<Entry*> entries;
+  for (std::uint32_t i = 0; i < 6; ++i) {
+    Key key{};
+    key.bytes[0] = static_cast<std::uint8_t>(i);
+    Entry& entry = index.entry(key, parent, 4);
+    index.part(entry, Part::kv);
+    entries.push_back(&entry);
+    EXPECT_EQ(index.unread_children(parent).size(), i + 1);
+  }
+  for (std::uint32_t i = 0; i < 5; ++i) {
+    index.set_parent(*entries[i], Key{});
+    index.set_text(*entries[i], {{10 + i % 2, i}, {}});
+    index.set_text(*entries[i], {{99}, {}});
+  }
+  const auto family = [&](std::uint32_t token) { return index.children(parent, token); };
+  EXPECT_EQ(family(10), (std::vector<Entry*>{entries[0], entries[2], entries[4]}));
+  EXPECT_EQ(family(11), (std::vector<Entry*>{entries[1], entries[3]}));
+  EXPECT_TRUE(family(99).empty());
+  EXPECT_TRUE(index.children(8, 10).empty());
+  EXPECT_EQ(index.unread_children(parent), std::vector<Entry*>{entries[5]});
+  EXPECT_EQ(index.children(parent), entries);
+  for (const int gone : {2, 1, 3}) index.remove(*entries[gone]->parts[0]);
+  EXPECT_EQ(family(10), (std::vector<Entry*>{entries[0], entries[4]}));
+  EXPECT_TRUE(family(11).empty());
+  EXPECT_EQ(index.children(parent).size(), 3u);
+  for (const int gone : {0, 4, 5}) index.remove(*entries[gone]->parts[0]);
+  EXPECT_TRUE(index.children(parent).empty());
+  EXPECT_TRUE(index.unread_children(parent).empty());
+}
+
 }  // namespace
 }  // namespace prefixcache::store

@@ -122,9 +122,13 @@ TEST_F(StoreDamage, AFileThatIsGoneIsCountedAsLost) {
   EXPECT_EQ(gathered.good, 2u);
   EXPECT_EQ(store->stats().lost_parts, 1u);
   EXPECT_EQ(store->stats().corrupt_parts, 0u);
-  // A file that was read before stays readable: its mapping outlives the name.
-  fs::remove(file_of(blocks[1]));
+  // Also one that was read before and is mapped: somebody wanted it gone.
   expect_chain(*store, {blocks[0], blocks[1]});
+  fs::remove(file_of(blocks[1]));
+  EXPECT_EQ(store->gather(request_for({blocks[0], blocks[1]})).good, 1u);
+  EXPECT_EQ(store->stats().lost_parts, 2u);
+  EXPECT_EQ(store->stats().disk_bytes, dir_.bytes());
+  expect_chain(*store, {blocks[0]});
 }
 
 TEST_F(StoreDamage, AFileCutWhileItIsReadIsAMissAndNoCrash) {

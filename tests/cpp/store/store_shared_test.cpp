@@ -240,5 +240,28 @@ TEST_F(StoreShared, AFileIsDatedOnceAMinuteAtMost) {
   EXPECT_TRUE(soon([&] { return fs::last_write_time(file_of(blocks[0])) > written; }));
 }
 
+TEST_F(StoreShared, TailsAndStatesOfOthersAreFoundSoon) {
+  const auto a = open(), b = open();
+  const auto blocks = chain(2, 8);
+  const auto tail = testing::tail_of(chain(1, 8, 5, blocks[1].key, blocks[1].depth)[0], 3);
+  EXPECT_EQ(b->longest_child(blocks[1].key, 16, tail.tokens, {}, Part::kv).block_rows, 0);
+  put_chain(*a, blocks, one_page());
+  put_chain(*a, {tail}, one_page());
+  ASSERT_TRUE(testing::put_state(*a, tail).is_ok());
+  ASSERT_TRUE(a->flush().is_ok());
+  EXPECT_EQ(found(*b, blocks), 2u) << "whole blocks are found at once";
+  EXPECT_TRUE(soon([&] { return b->longest_child(blocks[1].key, 16, tail.tokens, {}, Part::kv).rows == 3; }));
+  auto tokens = blocks[0].tokens;
+  for (const auto* block : {&blocks[1], &tail}) tokens.insert(tokens.end(), block->tokens.begin(), block->tokens.end());
+  const auto keys = testing::keys_of(blocks);
+  const ChainView view{testing::test_root(), keys, 8, tokens, {}};
+  EXPECT_TRUE(soon([&] { return b->deepest_state(view, 19).n == 19; }));
+  // One more of another block, later.
+  const auto next = chain(1, 8, 6, blocks[0].key, blocks[0].depth)[0];
+  put_chain(*a, {testing::tail_of(next, 4)}, one_page());
+  ASSERT_TRUE(a->flush().is_ok());
+  EXPECT_TRUE(soon([&] { return b->longest_child(blocks[0].key, 8, next.tokens, {}, Part::kv).rows == 4; }));
+}
+
 }  // namespace
 }  // namespace prefixcache

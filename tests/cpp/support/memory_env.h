@@ -4,6 +4,7 @@
 // Owns:    the files' bytes; open files keep theirs.
 #pragma once
 
+#include <algorithm>
 #include <cerrno>
 #include <map>
 #include <memory>
@@ -78,9 +79,37 @@ class MemoryEnv : public Env {
   }
   Status make_directories(const std::string&) override { return Status::ok(); }
   Status check_private(const std::string&) override { return Status::ok(); }
+  Status lock(const std::string& path, double, std::unique_ptr<LockedFile>& out) override {
+    out = std::make_unique<Locked>(*this, path);
+    return Status::ok();
+  }
+  Status set_modified(const std::string&, double) override { return Status::ok(); }
   double now() override { return 1e9; }
 
  private:
+  // There is but one process.
+  class Locked : public LockedFile {
+   public:
+    Locked(MemoryEnv& env, std::string path) : env_(env), path_(std::move(path)) {}
+    Status read(std::span<std::uint8_t> out) override {
+      std::lock_guard lock(env_.mutex_);
+      const auto found = env_.files.find(path_);
+      if (found != env_.files.end()) {
+        std::copy_n(found->second->data(), std::min(out.size(), found->second->size()), out.data());
+      }
+      return Status::ok();
+    }
+    Status write(std::span<const std::uint8_t> bytes) override {
+      std::lock_guard lock(env_.mutex_);
+      env_.put(path_, {reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+      return Status::ok();
+    }
+
+   private:
+    MemoryEnv& env_;
+    std::string path_;
+  };
+
   class File : public ReadableFile {
    public:
     explicit File(std::shared_ptr<const std::string> bytes) : bytes_(std::move(bytes)), info_(info_of(*bytes_)) {}

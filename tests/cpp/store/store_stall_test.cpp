@@ -1,0 +1,226 @@
+// A disk that stops answering: callers are held for the stated time at most, and all is well again by itself.
+#include <chrono>
+#include <functional>
+#include <thread>
+
+#include <gtest/gtest.h>
+
+#include "support/stalling_env.h"
+#include "support/store_fixture.h"
+
+namespace prefixcache {
+namespace {
+
+using std::chrono::steady_clock;
+using testing::chain;
+using testing::expect_chain;
+using testing::kPage;
+using testing::one_page;
+using testing::put_block;
+using testing::put_chain;
+using testing::request_for;
+
+class StoreStall : public testing::StoreFixture {
+ protected:
+  StoreStall() {
+    options_.env = &disk_;
+    options_.disk_wait_seconds = 0.1;
+    options_.put_wait_seconds = 0.1;
+  }
+  ~StoreStall() override { disk_.let_go(); }
+
+  static double seconds(const std::function<void()>& call) {
+    const auto start = steady_clock::now();
+    call();
+    return std::chrono::duration<double>(steady_clock::now() - start).count();
+  }
+  static bool soon(const std::function<bool()>& happened) {
+    const auto until = steady_clock::now() + std::chrono::seconds(60);
+    while (!happened()) {
+      if (steady_clock::now() > until) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    return true;
+  }
+  // Far above the bounds, for a machine that has other things to do; far below what a stall would take.
+  static constexpr double kBound = 20;
+
+  testing::StallingEnv disk_;
+};
+
+TEST_F(StoreStall, ALookupIsAMissInTime) {
+  const auto blocks = chain(3, 4), unknown = chain(2, 4, 1);
+  prepare(blocks, one_page());
+  const auto store = open();
+  disk_.stall("stat");
+  EXPECT_LT(seconds([&] { EXPECT_EQ(found(*store, unknown), 0u); }), kBound);
+  EXPECT_EQ(disk_.waiting(), 1);
+  EXPECT_TRUE(store->stats().degraded);
+  EXPECT_FALSE(store->stats().last_error.empty());
+  // Nobody else begins to wait.
+  EXPECT_LT(seconds([&] {
+              for (int i = 0; i < 1000; ++i) EXPECT_EQ(found(*store, unknown), 0u);
+            }),
+            kBound);
+  EXPECT_EQ(found(*store, blocks), 3u) << "the index knows";
+  disk_.let_go();
+  EXPECT_TRUE(soon([&] { return !store->stats().degraded; }));
+  expect_chain(*store, blocks, one_page());
+}
+
+TEST_F(StoreStall, AReadIsAMissInTimeAndTheNextOneIsRight) {
+  const auto blocks = chain(3, 4);
+  prepare(blocks, one_page());
+  for (const char* call : {"open", "read"}) {
+    const auto store = open();
+    disk_.stall(call);
+    EXPECT_LT(seconds([&] {
+                const auto gathered = store->gather(request_for(blocks));
+                EXPECT_EQ(gathered.status.code(), StatusCode::IOError);
+                EXPECT_EQ(gathered.status.error_number(), ETIMEDOUT);
+                EXPECT_EQ(gathered.good, 0u);
+                EXPECT_TRUE(gathered.slots.empty());
+                EXPECT_EQ(store->load(blocks[0].key, Part::kv).status.error_number(), ETIMEDOUT);
+                EXPECT_TRUE(store->children(testing::test_root()).empty());
+              }),
+              kBound);
+    EXPECT_TRUE(store->stats().degraded);
+    disk_.let_go();
+    EXPECT_TRUE(soon([&] { return !store->stats().degraded; }));
+    expect_chain(*store, blocks, one_page());
+    EXPECT_EQ(store->stats().corrupt_parts + store->stats().lost_parts, 0u);
+  }
+}
+
+TEST_F(StoreStall, AReadThatStallsInTheMiddleLeavesWhatItUsesAlone) {
+  const auto blocks = chain(3, 4);
+  prepare(blocks, one_page());
+  const auto store = open();
+  expect_chain(*store, blocks, one_page());  // all are open
+  disk_.stall("read");
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_EQ(store->gather(request_for(blocks)).status.error_number(), ETIMEDOUT);
+  }
+  EXPECT_GT(disk_.waiting(), 0);
+  disk_.let_go();
+  EXPECT_TRUE(soon([&] { return !store->stats().degraded; }));
+  for (int i = 0; i < 3; ++i) expect_chain(*store, blocks, one_page());
+}
+
+TEST_F(StoreStall, RamServesMeanwhile) {
+  options_.ram_bytes = 64 * kPage;
+  const auto on_disk = chain(2, 4, 1);
+  prepare(on_disk, one_page());
+  const auto store = open();
+  const auto blocks = chain(4, 4);
+  put_chain(*store, blocks, one_page());
+  ASSERT_TRUE(store->flush().is_ok());
+  disk_.stall("open");
+  EXPECT_FALSE(store->gather(request_for(on_disk)).status.is_ok());
+  expect_chain(*store, blocks, one_page());
+  disk_.let_go();
+}
+
+TEST_F(StoreStall, PutsGoOnInRamAndReachTheDiskLater) {
+  options_.ram_bytes = 64 * kPage;
+  options_.queue_bytes = 3 * kPage;
+  for (const char* call : {"write", "rename"}) {
+    const auto store = open();
+    disk_.stall(call);
+    const auto blocks = chain(12, 4, static_cast<std::uint32_t>(call[0]));
+    std::size_t kept = 0;
+    for (const auto& block : blocks) {
+      double held = 0;
+      Status status;
+      // Full, until the store knows that the disk has stalled.
+      for (int i = 0; i < 100 && (i == 0 || status.code() == StatusCode::Full); ++i) {
+        held = std::max(held, seconds([&] { status = put_block(*store, block, one_page()); }));
+      }
+      EXPECT_LT(held, kBound);
+      kept += status.is_ok() ? 1 : 0;
+    }
+    EXPECT_EQ(kept, blocks.size());
+    EXPECT_TRUE(store->stats().degraded);
+    expect_chain(*store, blocks, one_page());
+    disk_.let_go();
+    EXPECT_TRUE(soon([&] { return !store->stats().degraded; }));
+    ASSERT_TRUE(store->flush().is_ok());
+    EXPECT_EQ(store->stats().written_parts, blocks.size());
+    ASSERT_TRUE(store->clear().is_ok());
+  }
+}
+
+TEST_F(StoreStall, RemovalsSayThatTheyDidNotEnd) {
+  const auto store = open();
+  const auto blocks = chain(2, 4);
+  put_chain(*store, blocks, one_page());
+  ASSERT_TRUE(store->flush().is_ok());
+  disk_.stall("remove");
+  const std::vector<Part> kv = {Part::kv};
+  EXPECT_EQ(store->erase(testing::keys_of(blocks), kv).error_number(), ETIMEDOUT);
+  disk_.let_go();
+  EXPECT_TRUE(soon([&] { return dir_.parts().empty(); }));
+  EXPECT_TRUE(soon([&] { return store->stats().disk_bytes == 0; }));
+}
+
+TEST_F(StoreStall, AStoreServesWhileItsDirectoryIsListed) {
+  const auto blocks = chain(3, 4), more = chain(2, 4, 1);
+  prepare(blocks, one_page());
+  disk_.stall("list");
+  std::unique_ptr<BlockStore> store;
+  EXPECT_LT(seconds([&] { store = open(); }), kBound);
+  EXPECT_EQ(store->stats().parts, 0u);
+  EXPECT_EQ(found(*store, blocks), 3u) << "the file system knows";
+  expect_chain(*store, blocks, one_page());
+  disk_.let_go();
+  put_chain(*store, more, one_page());
+  ASSERT_TRUE(store->flush().is_ok());
+  EXPECT_EQ(store->stats().parts, 5u);
+  EXPECT_EQ(store->stats().disk_bytes, dir_.bytes());
+}
+
+TEST_F(StoreStall, ADirectoryThatDoesNotAnswerAtOpenIsUsedLater) {
+  const auto blocks = chain(2, 4);
+  prepare(blocks, one_page());
+  disk_.stall("stat");
+  std::unique_ptr<BlockStore> store;
+  EXPECT_LT(seconds([&] { store = open(); }), kBound);
+  EXPECT_TRUE(store->stats().degraded);
+  EXPECT_EQ(found(*store, blocks), 0u);
+  disk_.let_go();
+  EXPECT_TRUE(soon([&] { return !store->stats().degraded; }));
+  expect_chain(*store, blocks, one_page());
+}
+
+// Puts wait for memory that a gather holds, and give up in time.
+TEST_F(StoreStall, APutWaitsForMemoryThatIsBeingRead) {
+  options_.write = WritePolicy::through;
+  options_.ram_bytes = 2 * kPage;
+  options_.disk_wait_seconds = 60;
+  options_.put_wait_seconds = 0.2;
+  const auto first = chain(1, 4);
+  prepare(first, one_page());
+  const auto store = open();
+  const auto second = chain(2, 4, 0, first[0].key, 4);
+  put_chain(*store, second, one_page());
+  ASSERT_TRUE(store->flush().is_ok());
+  ASSERT_EQ(store->stats().parts_in_ram, 2u);
+  disk_.stall("read");
+  std::thread reader([&] { expect_chain(*store, {first[0], second[0], second[1]}, one_page()); });
+  EXPECT_TRUE(soon([&] { return disk_.waiting() > 0; }));
+  const auto other = chain(1, 4, 9)[0];
+  const double held = seconds([&] { EXPECT_EQ(put_block(*store, other, one_page()).code(), StatusCode::Full); });
+  EXPECT_GE(held, 0.19);
+  EXPECT_LT(held, kBound);
+  EXPECT_EQ(store->stats().parts_in_ram, 2u) << "evicting what is read makes no room";
+  std::thread later([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    disk_.let_go();
+  });
+  EXPECT_TRUE(put_block(*store, other, one_page()).is_ok() || put_block(*store, other, one_page()).is_ok());
+  later.join();
+  reader.join();
+}
+
+}  // namespace
+}  // namespace prefixcache
