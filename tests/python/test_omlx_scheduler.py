@@ -108,7 +108,7 @@ class TestConversations:
             assert shadow.serve(engine, prompt) == 6 * size
             assert_at_rest(engine)
 
-    @pytest.mark.parametrize("answered", [3, 40])
+    @pytest.mark.parametrize("answered", [3, pytest.param(40, marks=pytest.mark.long)])
     def test_a_prompt_of_whole_blocks(self, family: Family, tmp_path: Path, answered: int) -> None:
         """Between prefill and decoding no snapshot is taken: a state is not known there, rows are."""
         engine, shadow, size = opened(family, tmp_path)
@@ -378,6 +378,7 @@ class TestManyModels:
 
 
 class TestForms:
+    @most_families()
     def test_states_as_this_mlx_lm_has_them(self, family: Family, tmp_path: Path) -> None:
         engine, shadow, size = opened(family, tmp_path, raw=True)
         with engine:
@@ -453,7 +454,7 @@ class TestMemory:
     }
 
     @most_families()
-    @pytest.mark.parametrize("mode", sorted(MODES))
+    @pytest.mark.parametrize("mode", ["back", "little", "ram only", pytest.param("through", marks=pytest.mark.long)])
     def test_modes(self, family: Family, tmp_path: Path, mode: str) -> None:
         engine, shadow, size = opened(family, None if mode == "ram only" else tmp_path, **self.MODES[mode])
         with engine:
