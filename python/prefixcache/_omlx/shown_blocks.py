@@ -30,8 +30,11 @@ class ShownBlocks:
     def find(self, block_hash: bytes, expected: Expected) -> BlobMetadata | None:
         """What is known of a blob that is there and may be shown."""
         if not self._blobs.present(block_hash):
-            self.dropped(block_hash)
-            return None
+            with self._lock:
+                # It may have been saved since; whoever saves notes it under this lock.
+                if not self._blobs.present(block_hash):
+                    self.dropped(block_hash)
+                return None
         with self._lock:
             known = self._shown.get(block_hash)
             if block_hash in self._forgotten or self._others.contains(block_hash):
