@@ -205,14 +205,10 @@ Status Directory::publish(const std::string& temp, const layout::NameInfo& name)
 }
 
 Status Directory::remove(const layout::NameInfo& name, std::uint64_t bytes) {
-  Status status = env_.remove(path_of(name));
-  if (status.is_ok()) {
-    usage_.release(bytes, 1);
-  } else if (status.code() == StatusCode::NotFound) {
-    if (!usage_.release_missing(bytes)) count_wanted_ = true;
-    return Status::ok();
-  }
-  return status;
+  bool told = true;
+  Status status = usage_.remove(path_of(name), bytes, told);
+  if (!told) count_wanted_ = true;
+  return status.code() == StatusCode::NotFound ? Status::ok() : status;
 }
 
 bool Directory::next_foreign(double older_than, FoundPart& out) {
@@ -239,9 +235,8 @@ bool Directory::next_foreign(double older_than, FoundPart& out) {
 bool Directory::evict_foreign(double older_than) {
   FoundPart victim;
   while (next_foreign(older_than, victim)) {
-    if (!env_.remove(victim.path).is_ok()) continue;
-    usage_.release(victim.bytes, 1);
-    return true;
+    bool told = true;
+    if (usage_.remove(victim.path, victim.bytes, told).is_ok()) return true;
   }
   return false;
 }

@@ -138,4 +138,5 @@ def chain_files(directory: Path) -> list[Path]:
 
 
 def all_files(directory: Path) -> Iterator[Path]:
-    return (path for path in directory.rglob("*") if path.is_file())
+    """But for the one in which stores count their bytes."""
+    return (path for path in directory.rglob("*") if path.is_file() and path.name != ".usage")
