@@ -13,6 +13,7 @@ constexpr std::string_view kVersionFolder = "/v1";
 constexpr std::string_view kUsageFile = ".usage";
 // Times of directories are no finer than this on any file system.
 constexpr double kSettled = 2.5;
+constexpr std::string_view kPartEnding = ".safetensors";
 constexpr std::string_view kTempPrefix = ".tmp-";
 
 std::string random_tag() {
@@ -138,12 +139,15 @@ void Directory::scan_file(const std::string& folder, const DirEntry& file, bool 
     return;
   }
   scanned_bytes_ += file.info.size;
-  // What has a name that no store gives, or lies where it does not belong, is counted and left alone.
-  if (!layout::parse_file_name(file.name, part.name)) return;
-  if (!folder.ends_with("/" + part.name.key.hex().substr(0, 2))) return;
+  // What is no block, or lies where it does not belong, is counted and left alone.
+  if (!file.name.ends_with(kPartEnding)) return;
+  const bool named = layout::parse_file_name(file.name, part.name);
+  if (named && !folder.ends_with("/" + part.name.key.hex().substr(0, 2))) return;
   part.bytes = file.info.size;
-  part.modified = part.dated = file.info.modified;
-  (own ? parts : scan_foreign_).push_back(std::move(part));
+  part.dated = file.info.modified;
+  // What no store reads goes before all others.
+  part.modified = named ? part.dated : 0;
+  (own && named ? parts : scan_foreign_).push_back(std::move(part));
 }
 
 bool Directory::changed(const DirEntry& folder) {
@@ -158,6 +162,7 @@ bool Directory::changed(const DirEntry& folder) {
 Status Directory::look(std::vector<FoundPart>& parts) {
   std::lock_guard scanning(scan_mutex_);
   parts.clear();
+  scan_foreign_.clear();
   std::vector<DirEntry> folders;
   std::vector<DirEntry> files;
   if (Status status = env_.list(own_, folders); !status.is_ok()) return status;
