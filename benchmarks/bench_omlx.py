@@ -24,7 +24,7 @@ from prefixcache.prefix_cache import BlockAwarePrefixCache
 
 TOKENS = 131_072
 CHAINS = (1000, 2000, 4000, 8000)
-# Blocks of chains whose memory is measured; what a block costs does not depend on its tokens.
+# Tokens of a block where memory is measured: what a block costs does not depend on them.
 SHORT = 16
 EVICTABLE = 8000
 
@@ -40,10 +40,11 @@ class _Model:
 
 
 def _opened(
-    blocks: int, layers: int = LAYERS, block_size: int = BLOCK, **ssd: Any
+    blocks: int, layers: int = LAYERS, block_size: int = BLOCK, made: int | None = None, **ssd: Any
 ) -> tuple[BlockAwarePrefixCache, PagedCacheManager, PagedSSDCacheManager | None]:
+    """``made``: blocks of the pool that are there from the start; None: all."""
     paged = PagedCacheManager(
-        block_size=block_size, max_blocks=blocks + 1, model_name="bench", initial_blocks=blocks + 1
+        block_size=block_size, max_blocks=blocks + 1, model_name="bench", initial_blocks=made or blocks + 1
     )
     cache = BlockAwarePrefixCache(_Model(layers), paged)
     if not ssd:
@@ -139,7 +140,7 @@ def store_metadata(rounds: int, scratch: str) -> Numbers:
 def index_memory(blocks: int, rounds: int, scratch: str) -> Numbers:
     """Bytes that Python allocates for one chain of blocks, records of the pool included."""
     tokens = prompt(blocks * SHORT)
-    cache, paged, _ = _opened(blocks, block_size=SHORT)
+    cache, paged, _ = _opened(blocks, block_size=SHORT, made=1)
     gc.collect()
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

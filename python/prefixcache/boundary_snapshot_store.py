@@ -83,8 +83,8 @@ class BoundarySnapshotSSDStore:
         """Keeps what ``extract_fn(caches)`` gives: a list of layer dicts, and a configuration that is not looked at.
 
         Takes the place of an earlier snapshot for the same count. False, and nothing changed, if it cannot be kept: too
-        many wait to be written, an element that could not come back as it was, no room, a clean-up of this request
-        meanwhile.
+        many wait to be written, the last write failed and the disk was not seen to work since, an element could not
+        come back as it was, this request was cleaned up meanwhile.
         """
         number = next(self._numbers)
         with self._lock:
@@ -104,6 +104,8 @@ class BoundarySnapshotSSDStore:
         blocks = self._ready()
         if blocks is None:
             raise OSError(f"no folder for snapshots below {self._base}")
+        if blocks.stats()["degraded"]:
+            raise OSError(f"the disk below {self._base} fails")
         if not layers:
             raise ValueError("no layers")
         for layer in layers:

@@ -8,12 +8,13 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from prefixcache._core import BlockStore, Part, StatusCode, eviction_order
 from prefixcache._directory import scan
-from prefixcache._omlx.blobs import NAMESPACE, BlobMetadata, Blobs, Form, blob_key
+from prefixcache._omlx.blobs import NAMESPACE, SAID, BlobMetadata, Blobs, Form, blob_key
 from prefixcache._omlx.hot_budget import SharedHotCacheBudget
 from prefixcache._omlx.layer_signature import LayerSignature
 from prefixcache._omlx.part_blocks import PartBlocks
@@ -44,16 +45,6 @@ _cache_compat_signature = compat_signature
 
 # What may wait to be written, beside what the RAM tier holds.
 _LEAST_QUEUE_BYTES = 1 << 30
-_SAID = (
-    "num_layers",
-    "token_count",
-    "model_name",
-    "block_size",
-    "cache_signature",
-    "layer_cache_types",
-    "layer_meta_states",
-)
-
 _logger = logging.getLogger("prefixcache")
 
 Loaded: TypeAlias = tuple[list[Any], PagedSSDBlockMetadata, bool]
@@ -141,7 +132,7 @@ class PagedSSDCacheManager(LayerSignature, CacheManager):
 
     def has_block(self, block_hash: bytes) -> bool:
         """Whether ``load_block`` would find the block."""
-        return bool(self._parts.find(block_hash)) or self._find(block_hash) is not None
+        return self._parts.has(block_hash) or self._find(block_hash) is not None
 
     def _find(self, block_hash: bytes) -> BlobMetadata | None:
         return self._shown.find(block_hash, self._expectation())
@@ -191,7 +182,7 @@ class PagedSSDCacheManager(LayerSignature, CacheManager):
     def _is_saved(self, block_hash: bytes, cache_data: Sequence[Any]) -> bool:
         known = self._find(block_hash)
         if known is None:
-            return bool(self._parts.find(block_hash))
+            return self._parts.has(block_hash)
         return not known.placeholders or not placeholders(cache_data) < known.placeholders
 
     def _form(
@@ -203,6 +194,7 @@ class PagedSSDCacheManager(LayerSignature, CacheManager):
         metas: Sequence[Any] | None,
     ) -> Form:
         block_size = self._expected_block_size or token_count
+        model_name = model_name or ""
         signature = compat_signature(
             model_name=model_name, num_layers=len(cache_data), block_size=block_size, layer_cache_types=types
         )
@@ -249,7 +241,7 @@ class PagedSSDCacheManager(LayerSignature, CacheManager):
             return None, None
         layers, block, from_ram = found
         self._count(loads=1, hits=1, hot_cache_hits=from_ram)
-        return layers, {name: getattr(block, name) for name in _SAID}
+        return layers, {name: getattr(block, name) for name in SAID}
 
     def _load_blob(self, block_hash: bytes) -> Loaded | None:
         known = self._find(block_hash)
@@ -327,9 +319,12 @@ class PagedSSDCacheManager(LayerSignature, CacheManager):
         if parts is not None:
             return parts
         known = self._find(block_hash)
-        if known is not None and known.file_path.is_file():
-            known.file_size = known.file_path.stat().st_size
-        return known
+        if known is None:
+            return None
+        try:
+            return replace(known, file_size=known.file_path.stat().st_size)
+        except OSError:
+            return replace(known)  # not written yet
 
     def hot_bytes(self) -> int:
         """Bytes that the RAM tier holds now."""

@@ -39,9 +39,9 @@ def is_stateful(caches: Sequence[Any]) -> bool:
     return not all(is_sliceable(cache) for cache in caches)
 
 
-def layer_dict(cache: Any) -> LayerDict:
-    """ValueError for a cache without rows."""
-    state, meta = _state(cache)
+def layer_dict(cache: Any, raw: bool = False) -> LayerDict:
+    """``raw``: the state as this mlx-lm has it. ValueError for a cache without rows."""
+    state, meta = (cache.state, getattr(cache, "meta_state", ())) if raw else _state(cache)
     return {
         "state": state,
         "meta_state": meta,
@@ -95,18 +95,20 @@ def _strings(*numbers: int) -> tuple[str, ...]:
     return tuple(str(number) for number in numbers)
 
 
-def extract(caches: Sequence[Any], model_name: str = "") -> tuple[list[LayerDict], ModelCacheConfig | None]:
+def extract(
+    caches: Sequence[Any], model_name: str = "", raw: bool = False
+) -> tuple[list[LayerDict], ModelCacheConfig | None]:
     """All layers, or none if one of them cannot be extracted."""
     try:
-        found = [layer_dict(cache) for cache in caches]
+        found = [layer_dict(cache, raw) for cache in caches]
     except ValueError:
         return [], None
     return found, ModelCacheConfig.from_cache_list(list(caches), model_name)
 
 
-def extract_boundary(caches: Sequence[Any]) -> tuple[list[LayerDict], None]:
+def extract_boundary(caches: Sequence[Any], raw: bool = False) -> tuple[list[LayerDict], None]:
     """``None`` stands for a layer whose rows are taken from the whole cache later."""
-    return [dict(LEFT_OUT) if cache is None else layer_dict(cache) for cache in caches], None
+    return [dict(LEFT_OUT) if cache is None else layer_dict(cache, raw) for cache in caches], None
 
 
 def evaluate(layers: Sequence[LayerDict]) -> None:

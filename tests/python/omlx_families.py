@@ -11,42 +11,53 @@ import mlx.core as mx
 from architectures import caches as looks
 from architectures import harness
 from conftest import make_tiny_llama
+from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 from omlx_scheduler import Request, Scheduler
-from runs import assert_same_logits
+from runs import KvFormat, assert_same_logits
 
 VOCABULARY = harness.VOCABULARY
 
 
+BLOCK = 16
+
+
 @dataclass(frozen=True)
 class Family:
-    """``least_block``: what a window's block is at least. ``sliceable``: rows alone, of which any block can be cut."""
+    """``sliceable``: rows alone, of which any block can be cut."""
 
     build: Callable[[], Any]
-    least_block: int = 16
     sliceable: bool = False
 
     @functools.cached_property
     def model(self) -> Any:
         return self.build()
 
-    @property
-    def block_size(self) -> int:
-        return 16 if self.least_block == 16 else 48
 
+def _architecture(name: str, **sizes: Any) -> Callable[[], Any]:
+    """A tiny model of mlx-lm's module ``name``, with some of its sizes replaced."""
 
-def _architecture(name: str) -> Callable[[], Any]:
-    return lambda: harness.build(name)
+    def build() -> Any:
+        module = harness.import_model(name)
+        mx.random.seed(3)
+        model = module.Model(module.ModelArgs.from_dict({**harness.configs()[name].args, **sizes}))
+        model.set_dtype(mx.float32)
+        harness.randomize(model)
+        model.eval()
+        mx.eval(model.parameters())
+        return model
+
+    return build
 
 
 FAMILIES: dict[str, Family] = {
     "rows": Family(make_tiny_llama, sliceable=True),
     "lists of rows": Family(_architecture("deepseek_v32"), sliceable=True),
-    "windows as long as a block": Family(_architecture("gpt_oss")),
-    "windows of half a block": Family(_architecture("gemma3_text"), least_block=32),
+    "windows as long as a block": Family(_architecture("gpt_oss", sliding_window=BLOCK)),
+    "windows of half a block": Family(_architecture("gemma3_text", sliding_window=8, num_hidden_layers=3)),
     "states and rows": Family(_architecture("qwen3_next")),
     "lists of a state and rows": Family(_architecture("falcon_h1")),
-    "lists of a state and a window": Family(_architecture("baichuan_m1")),
+    "lists of a state and a window": Family(_architecture("baichuan_m1", sliding_window=BLOCK)),
     "states alone": Family(_architecture("mamba")),
 }
 
@@ -60,31 +71,41 @@ class Shadow:
     """What requests must have answered: runs without a prefix cache, in chunks of the same shapes.
 
     ``note`` says how the rows of a request came to be, ``check`` runs them again. Rows that are stored already stay
-    those of the first request that had them.
+    those of the first request that had them. ``canonical``: nothing needs to be noted, since all that can be hit was
+    run in chunks of one block each.
     """
 
-    def __init__(self, model: Any, block_size: int) -> None:
+    def __init__(self, model: Any, block_size: int, kv_format: KvFormat | None = None, canonical: bool = False) -> None:
+        self._canonical = canonical
         self._model = model
+        self._kv_format = kv_format
         self._size = block_size
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
-    def check(self, request: Request) -> None:
-        """Every logit since the hit has the bits of a run that had none."""
-        n, inputs = request.cached_tokens, request.inputs
-        caches, start = make_prompt_cache(self._model), 0
-        for end in self._base(request):
-            mx.eval(self._model(mx.array([inputs[start:end]]), cache=caches))
-            looks.evaluate(caches)
-            start = end
-        if start > n:
-            caches = looks.cut(caches, n)
-        caches, start = looks.in_temporal_order(caches), n
-        expected = []
+    def check(self, request: Request) -> list[Any]:
+        """Every logit since the hit has the bits of a run that had none. Returns the caches of that run."""
+        caches, start, expected = self._standing(request), request.cached_tokens, []
         for end in request.ends:
-            expected.append(self._model(mx.array([inputs[start:end]]), cache=caches))
-            mx.eval(expected[-1])
+            expected.append(self._run(caches, request.inputs[start:end]))
             start = end
-        assert_same_logits(request.logits, expected, f"{request.rid}, restored at {n}")
+        assert_same_logits(request.logits, expected, f"{request.rid}, restored at {request.cached_tokens}")
+        return caches
+
+    def _standing(self, request: Request) -> list[Any]:
+        """Caches that stand where the request's hit does, without a prefix cache."""
+        n, caches, start = request.cached_tokens, make_prompt_cache(self._model), 0
+        for end in self._base(request):
+            self._run(caches, request.inputs[start:end])
+            start = end
+        return looks.in_temporal_order(looks.cut(caches, n) if start > n else caches)
+
+    def _run(self, caches: list[Any], inputs: Sequence[int]) -> mx.array:
+        logits = self._model(mx.array([inputs]), cache=caches)
+        if self._kv_format is not None:
+            maybe_quantize_kv_cache(caches, self._kv_format[2], *self._kv_format[1::-1])
+        mx.eval(logits)
+        looks.evaluate(caches)
+        return logits
 
     def note(self, request: Request) -> None:
         """To be called when the request has been stored."""
@@ -99,6 +120,8 @@ class Shadow:
     def _base(self, request: Request) -> list[int]:
         n = request.cached_tokens
         n += n > 0 and request.full_hit
+        if self._canonical:
+            return list(range(self._size, n + 1, self._size))
         return self._ends[tuple(request.inputs[:n])] if n else []
 
     def serve(

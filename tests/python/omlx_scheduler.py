@@ -12,12 +12,15 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 from omlx_extract import LayerDict, evaluate, extract, extract_boundary, is_sliceable, is_stateful, merged
+from runs import KvFormat
 
 from prefixcache.boundary_snapshot_store import BoundarySnapshotSSDStore
 from prefixcache.paged_cache import BlockTable, PagedCacheManager
@@ -88,8 +91,8 @@ class SnapshotProvider:
         return self._load(count) if count in self._counts else None
 
 
-def aligned_block_size(wanted: int, caches: Sequence[Any], least: int) -> int:
-    """Blocks of a model with a window are a multiple of it. ValueError if it has several."""
+def aligned_block_size(wanted: int, caches: Sequence[Any], least: int = 16) -> int:
+    """Blocks of a model with a window are a multiple of it. ValueError for several. ``least``: 512 in a server."""
     windows = {cache.max_size for cache in _leaves(caches) if isinstance(cache, RotatingKVCache)}
     if not windows:
         return wanted
@@ -107,7 +110,8 @@ def _leaves(caches: Sequence[Any]) -> list[Any]:
 
 
 class Scheduler:
-    """One engine. ``ssd``: another engine's manager, which a draft model shares. ``least_block``: 512 in a server."""
+    """One engine. ``ssd``: another engine's manager, which a draft model shares.
+    ``raw``: states are handed over as the installed mlx-lm has them."""
 
     def __init__(
         self,
@@ -116,24 +120,25 @@ class Scheduler:
         *,
         model_name: str = "model",
         block_size: int = 16,
-        least_block: int = 16,
         step: int | None = None,
         max_blocks: int = 1000,
         initial_blocks: int = 8,
         ssd: PagedSSDCacheManager | None = None,
         layer_types: list[str] | None = None,
+        kv_format: KvFormat | None = None,
+        raw: bool = False,
         **ssd_options: Any,
     ) -> None:
-        self.model, self.model_name = model, model_name
+        self.model, self.model_name, self.kv_format, self.raw = model, model_name, kv_format, raw
         prototype = make_prompt_cache(model)
         self.stateful = is_stateful(prototype)
-        self.block_size = aligned_block_size(block_size, prototype, least_block)
+        self.block_size = aligned_block_size(block_size, prototype)
         self.step = step or self.block_size
         self.paged = PagedCacheManager(
             block_size=self.block_size, max_blocks=max_blocks, model_name=model_name, initial_blocks=initial_blocks
         )
         self.prefix = BlockAwarePrefixCache(model, self.paged)
-        self.owns_ssd = ssd is None
+        self.directory, self.owns_ssd = directory, ssd is None
         self.ssd = ssd or self._open_ssd(directory, ssd_options)
         self.paged.set_paged_ssd_cache_manager(self.ssd)
         self.prefix.set_paged_ssd_cache_manager(self.ssd)
@@ -225,6 +230,9 @@ class Scheduler:
 
     def _run(self, request: Request, stop: int) -> None:
         logits = self.model(mx.array([request.inputs[request.n : stop]]), cache=request.caches)
+        if self.kv_format is not None:
+            bits, group_size, first = self.kv_format
+            maybe_quantize_kv_cache(request.caches, first, group_size, bits)
         mx.eval(logits)
         request.logits.append(logits)
         request.ends.append(stop)
@@ -237,10 +245,12 @@ class Scheduler:
             return
         self.captured.append((request.rid, request.n))
         caches = [None if is_sliceable(cache) else cache for cache in request.caches]
-        if self.boundaries is not None and self.boundaries.save(request.rid, request.n, caches, extract_boundary):
+        if self.boundaries is not None and self.boundaries.save(
+            request.rid, request.n, caches, partial(extract_boundary, raw=self.raw)
+        ):
             kept[request.n] = None
             return
-        layers, _ = extract_boundary(caches)
+        layers, _ = extract_boundary(caches, self.raw)
         layers = [{**layer, "state": _own_arrays(layer["state"])} for layer in layers]
         evaluate(layers)
         kept[request.n] = layers
@@ -248,7 +258,7 @@ class Scheduler:
     def finish(self, request: Request, *, thinking: bool = False, pressure: bool = False) -> None:
         """Hands the request to the store worker. ``thinking``: the answer is not part of what is kept."""
         tokens = request.prompt if thinking else request.tokens
-        layers, config = extract(request.caches, self.model_name)
+        layers, config = extract(request.caches, self.model_name, self.raw)
         if not layers:
             self._forget(request)
             return

@@ -138,5 +138,5 @@ def chain_files(directory: Path) -> list[Path]:
 
 
 def all_files(directory: Path) -> Iterator[Path]:
-    """But for the one in which stores count their bytes."""
+    """Every file below but the one in which stores count their bytes."""
     return (path for path in directory.rglob("*") if path.is_file() and path.name != ".usage")

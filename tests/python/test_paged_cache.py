@@ -302,6 +302,18 @@ def test_a_use_saves_a_retained_block() -> None:
     assert young
 
 
+@pytest.mark.parametrize("use", ["find", "restore"])
+def test_a_use_of_a_single_block_saves_it_too(use: str) -> None:
+    manager = make(max_blocks=3)
+    old, young = finish(manager, TOKENS[:4], "old"), finish(manager, TOKENS[4:8], "young")
+    if use == "find":
+        assert manager.find_cached_block(TOKENS[:4]) is manager.blocks[old[0]]
+    else:
+        assert manager.restore_block(old[0], None) is True
+    assert manager.allocate_block() is manager.blocks[young[0]]
+    assert manager.find_shared_prefix(TOKENS[:4])[0] == old
+
+
 def test_a_request_for_more_than_can_be_had_evicts_nothing() -> None:
     manager = make(max_blocks=5)
     kept = finish(manager, TOKENS)
@@ -319,6 +331,38 @@ def test_a_block_whose_count_a_caller_lowered_is_reclaimed_too() -> None:
     assert manager.allocate_block() is second
     assert first.ref_count == 1
     assert manager.allocate_block() is None
+
+
+def test_a_block_whose_count_a_caller_raised_is_not_reclaimed() -> None:
+    manager = make(max_blocks=4)
+    kept = finish(manager, TOKENS)
+    manager.blocks[kept[2]].ref_count = 1  # the first to go otherwise
+    assert ids(manager.get_evictable_blocks(9)) == [kept[1], kept[0]]
+    assert sorted(ids(manager.get_new_blocks(2))) == sorted(kept[:2])
+    assert manager.allocate_block() is None
+    assert manager.blocks[kept[2]].block_hash == hashes_of(TOKENS)[2]
+    free = make(max_blocks=3)
+    free.blocks[1].ref_count = 1
+    assert ids(free.get_evictable_blocks(9)) == [2]
+
+
+def test_a_retained_block_that_nobody_can_find_goes_first() -> None:
+    manager = make(max_blocks=5)
+    kept = finish(manager, TOKENS)
+    block = manager.allocate_block()
+    assert block is not None
+    manager.release_for_eviction([block.block_id])
+    assert manager.allocate_block() is block
+    assert manager.find_shared_prefix(TOKENS)[0] == kept
+
+
+def test_the_null_block_is_never_registered() -> None:
+    manager = make()
+    manager.register_block_hash(manager.null_block, TOKENS[:4])
+    manager.cache_full_blocks([manager.null_block], TOKENS, 0, 1)
+    assert manager.null_block.block_hash is None
+    assert manager.find_shared_prefix(TOKENS) == ([], TOKENS)
+    assert manager.stats.total_tokens_cached == 0
 
 
 def test_memory_pressure_frees_retained_blocks() -> None:
@@ -741,7 +785,9 @@ def test_cached_tokens_are_those_of_the_blocks_that_are_held() -> None:
     assert block is not None
     block.token_count = 3
     assert manager.get_memory_usage()["total_tokens_cached"] == 3
+    block.token_count = 4
     manager.release_for_eviction([block.block_id])
+    assert manager.stats.total_tokens_cached == 4
     manager.evict_block_permanently(block.block_id)
     assert manager.stats.total_tokens_cached == 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import stat
 import subprocess
@@ -51,7 +52,7 @@ def test_a_kill_loses_nothing_that_was_flushed(tmp_path: Path) -> None:
     manager = open_manager(tmp_path)
     there = [number for number in range(1000) if manager.has_block(hash_of(number))]
     assert there[:21] == list(range(21))
-    for number in there:
+    for number in [*range(21), *there[-20:]]:
         assert equal(manager.load_block(hash_of(number)), layers(number, tokens=64))
     assert manager.size == len(there) and manager.get_stats().errors == 0
 
@@ -71,6 +72,7 @@ def test_damage_is_a_miss_and_goes(tmp_path: Path, where: str) -> None:
         content[300 if where == "header" else -100] ^= 4
     path.write_bytes(content)
     manager = open_manager(tmp_path)
+    assert part_count(tmp_path) == 1  # opening reads names, not files
     assert manager.load_block(hash_of(1)) is None and manager.load_block_with_metadata(hash_of(1)) == (None, None)
     assert not manager.has_block(hash_of(1)) and manager.size == 0 and part_count(tmp_path) == 0
     assert (manager.get_stats().errors, manager.get_stats().misses) == (1, 2)
@@ -246,7 +248,7 @@ def test_a_disk_that_fails_leaves_the_ram_tier(tmp_path: Path) -> None:
     assert manager.max_size > 0 and manager.enforce_size_limit() == 0 and manager.size == 1
 
 
-def test_a_full_queue_is_a_refusal(tmp_path: Path) -> None:
+def test_a_block_that_the_disk_has_no_room_for(tmp_path: Path) -> None:
     manager = open_manager(tmp_path, max_size_bytes=1000)
     # Never on disk, as it does not fit; readable until its turn came.
     assert manager.save_block(hash_of(1), layers(1, tokens=64), 64) is True
@@ -265,6 +267,44 @@ def test_the_same_hash_saved_deleted_and_saved_again(tmp_path: Path) -> None:
     assert equal(manager.load_block(hash_of(1)), layers(99))
     manager.close()
     assert part_count(tmp_path) == 1 and equal(open_manager(tmp_path).load_block(hash_of(1)), layers(99))
+
+
+def test_the_disk_is_asked_for_room_outside_of_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = open_manager(tmp_path, hot_cache_max_bytes=8 << 20)
+    real = shutil.disk_usage
+    done: list[int] = []
+
+    def slow(path: Any) -> Any:
+        def work() -> None:
+            assert manager.save_block(hash_of(len(done)), layers(len(done)), 4)
+            manager.clear_hot_cache()
+            done.append(manager._store.stats()["parts"])
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(20)
+        return real(path)
+
+    monkeypatch.setattr(shutil, "disk_usage", slow)
+    assert manager.max_size > 0 and manager.get_stats().max_size_bytes > 0 and manager.enforce_size_limit() == 0
+    assert done == [1, 2, 3]
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_the_bound_is_also_what_the_disk_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: bool) -> None:
+    manager = open_manager(tmp_path)
+    assert manager.save_block(hash_of(1), layers(1), 4)
+    manager._store.flush()
+
+    def usage(path: Any) -> Any:
+        if failing:
+            raise OSError("gone")
+        return type("Usage", (), {"free": 10_000})
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    used = manager.get_stats().total_size_bytes
+    assert manager.max_size == (manager.configured_max_size if failing else int(0.99 * (used + 10_000)))
+    assert manager.get_stats_dict()["configured_max_size"] == manager.configured_max_size == 1 << 30
 
 
 def in_threads(count: int, work: Any) -> None:

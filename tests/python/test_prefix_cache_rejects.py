@@ -20,7 +20,6 @@ from omlx_doubles import (
     check_kv,
     check_pair,
     check_same,
-    check_slots,
     check_table,
     finish,
     kv_layer,
@@ -176,14 +175,23 @@ def test_blocks_are_chained_to_the_hash_that_a_caller_gave() -> None:
     assert (len(table.block_ids), table.num_tokens) == (3, 12)
 
 
-def test_a_snapshot_of_another_length_is_not_used() -> None:
-    cache, _ = build(KVCache, arrays, ssd=ForeignSSD())
-    snapshots = {8: [layer_dict(KV, ()), {**arrays_layer(4), "token_count": 4}]}
-    cache.store_cache("r", TWELVE, [kv_layer(0, 12), arrays_layer(12)], boundary_snapshots=snapshots)
+EARLY = {
+    "the layer tells it": (arrays, {**arrays_layer(4, layer=1), "token_count": 4}, arrays_layer(12, layer=1)),
+    "a window tells its offset": (lambda: RotatingKVCache(max_size=4), window_layer(4, 1), window_layer(12, 1)),
+}
+
+
+@pytest.mark.parametrize("case", EARLY)
+def test_a_snapshot_of_another_length_is_not_used(case: str) -> None:
+    make, early, final = EARLY[case]
+    cache, _ = build(KVCache, make, ssd=ForeignSSD())
+    snapshots = {8: [layer_dict(KV, ()), early]}
+    cache.store_cache("r", TWELVE, [kv_layer(0, 12), final], boundary_snapshots=snapshots)
     table, _ = cache.fetch_cache("s", [*TWELVE[:8], 99])
     assert table is None or cache.reconstruct_cache(table) is None
     table, _ = cache.fetch_cache("t", TWELVE)
-    check_slots(cache.reconstruct_cache(table)[1], 12)
+    check_kv(cache.reconstruct_cache(table)[0], 12)
+    assert table.num_tokens == 12
 
 
 def test_snapshots_without_the_lengths_of_blocks_are_passed_over() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache
 from omlx_doubles import (
     BLOCK,
     ForeignSSD,
@@ -24,6 +24,7 @@ from omlx_doubles import (
     pair,
     refs,
     seed_prompt,
+    state_at,
     window,
     window_layer,
 )
@@ -74,11 +75,27 @@ def test_a_part_of_a_prompt_that_is_left_is_found() -> None:
     assert list(remaining) == TWELVE[4:]
 
 
+def list_layer(tokens: int) -> dict[str, Any]:
+    """A list of plain rows and a recurrent state, which is stored whole."""
+    meta = (["KVCache", "ArraysCache"], [(str(tokens),), ""])
+    return layer_dict("CacheList", [pair(0, tokens), tuple(state_at(tokens))], meta)
+
+
+def list_with_a_window(tokens: int) -> dict[str, Any]:
+    inner = window_layer(tokens, 1)
+    meta = (["KVCache", "RotatingKVCache"], [(str(tokens),), inner["meta_state"]])
+    return layer_dict("CacheList", [pair(0, tokens), inner["state"]], meta)
+
+
 LATE = {
     "rows tell the length": ((KVCache, arrays), [kv_layer(0, 7), arrays_layer(7)]),
     "a window tells its offset": ((window,), [window_layer(7)]),
     "a window beside rows": ((KVCache, window), [kv_layer(0, 7), window_layer(7, 1)]),
     "the layer tells it": ((arrays,), [{**arrays_layer(7), "token_count": 7}]),
+    "one window is ahead": ((window, window), [window_layer(4), window_layer(7, 1)]),
+    "rows in a list tell it": ((lambda: CacheList(KVCache(), arrays()),), [list_layer(7)]),
+    "a window in a list tells it": ((lambda: CacheList(KVCache(), window()),), [list_with_a_window(7)]),
+    "a list beside rows": ((KVCache, lambda: CacheList(KVCache(), arrays())), [kv_layer(0, 7, 2), list_layer(7)]),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -503,6 +504,20 @@ def test_the_dressed_arrays_delegate() -> None:
     with pytest.raises(AttributeError):
         _ = cache.no_such_attribute
     assert SizedArraysCache(ArraysCache(1)).size() == 0
+
+
+def test_the_dressed_arrays_pass_for_what_they_dress() -> None:
+    """mlx-lm's mamba writes to an ArraysCache only: otherwise its state would stand still after a hit."""
+    cache = SizedArraysCache(states((1, 2, 3), (1, 4)), 7)
+    assert isinstance(cache, ArraysCache)
+    assert isinstance(cache, SizedArraysCache)
+    assert type(cache) is SizedArraysCache
+    assert not isinstance(cache, KVCache)
+    assert type(copy.copy(cache)) is SizedArraysCache
+    assert copy.copy(cache)._inner is cache._inner
+    kept = pickle.loads(pickle.dumps(SizedArraysCache(ArraysCache(2), 9)))
+    assert type(kept) is SizedArraysCache
+    assert (kept.size(), len(kept)) == (9, 2)
 
 
 def test_the_dressed_arrays_in_batches() -> None:

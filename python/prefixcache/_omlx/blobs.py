@@ -34,6 +34,17 @@ from prefixcache._omlx.tuples import decode_meta, encode_meta, flatten, placehol
 NAMESPACE = "omlx"
 """Of every model: keys tell them apart. It names a folder: do not change it."""
 
+SAID = (
+    "num_layers",
+    "token_count",
+    "model_name",
+    "block_size",
+    "cache_signature",
+    "layer_cache_types",
+    "layer_meta_states",
+)
+"""What callers of ``load_block_with_metadata`` are told of a block."""
+
 _VERSION = 1
 # Both reach the disk: do not change them.
 _BLOB = int.from_bytes(sha256(b"omlx blob")[:8], "little")

@@ -73,21 +73,9 @@ def _rows_of(name: str, state: Any) -> int:
             return turboquant_states.token_count(state[0])
         except (ValueError, TypeError, IndexError):
             return 0
-    elements = trimmed(state)
-    if not elements or not hasattr(elements[0], "shape"):
-        return 0
-    shape = elements[0].shape
-    return int(shape[2]) if len(shape) == 4 else int(shape[1]) if len(shape) == 3 else 0
-
-
-def trimmed(state: Any) -> tuple[Any, ...]:
-    """The elements of a state. mlx-lm 0.32 gives plain rows with padding behind them, and their number as a third."""
-    if not isinstance(state, list | tuple):
-        return ()
-    if len(state) == 3 and isinstance(state[2], int) and hasattr(state[0], "shape"):
-        keys, values, offset = state
-        return keys[..., :offset, :], values[..., :offset, :]
-    return tuple(state)
+    elements = CacheTypeRegistry.get_handler_by_class_name(name).state_elements(state)
+    shape = tuple(getattr(elements[0], "shape", ())) if elements else ()
+    return int(shape[-2]) if len(shape) in (3, 4) else 0
 
 
 def block_slices(
@@ -143,37 +131,25 @@ def _turboquant(state: Any, start: int, end: int) -> Any:
 
 
 def _rows(handler: Any, name: str, state: Any, start: int, end: int) -> Any:
-    elements = trimmed(_flat(handler, state))
+    elements = handler.state_elements(state)
     axes = handler.get_state_axis_info()
-    if not elements:
-        return None
-    if len(elements) != len(axes) and len(elements) != 2:
+    if not elements or len(elements) > len(axes):
         return None
     found: list[Any] = []
     for element, axis in zip(elements, axes, strict=False):
-        if element is None:
-            found.append(None)
-        elif not hasattr(element, "shape"):
+        if element is not None and not hasattr(element, "shape"):
             return None
-        elif not axis.sliceable:
-            found.append(mx.array(element))
-        else:
-            place = axis.sequence_axis if len(element.shape) == 4 else len(element.shape) - 2
-            cut = _cut(element, place, start, end)
-            if cut is None:
-                return None
-            found.append(cut)
+        if element is None or not axis.sliceable:
+            found.append(element)
+            continue
+        place = axis.sequence_axis if len(element.shape) == 4 else len(element.shape) - 2
+        cut = _cut(element, place, start, end)
+        if cut is None:
+            return None
+        found.append(cut)
     if not any(hasattr(element, "shape") for element in found):
         return None
     return (found[0], found[1]) if len(found) == 2 else (NSTATE, name, found)
-
-
-def _flat(handler: Any, state: Any) -> Any:
-    """``((k, v), index)`` as ``(k, v, index)``, the form in which such a state is stored."""
-    nested = isinstance(state, list | tuple) and len(state) == 2 and isinstance(state[0], list | tuple)
-    if nested and len(handler.get_state_axis_info()) == len(state[0][:2]) + 1:
-        return (*state[0][:2], state[1])
-    return state
 
 
 def _cut(array: Any, axis: int, start: int, end: int) -> Any:
@@ -191,14 +167,20 @@ def _composite(layer: Mapping[str, Any], start: int, end: int, whole: Any) -> An
     if not isinstance(subs, list | tuple) or not subs:
         return placeholder()
     names = sub_names(layer, len(subs))
-    elements = [trimmed(sub) for sub in subs]
+    elements = [_sub_elements(name, sub) for name, sub in zip(names, subs, strict=True)]
     rows = all(sub and len(getattr(sub[0], "shape", ())) == 4 for sub in elements)
     # A window's buffer has four axes too, but its rows are not those of this block.
     if rows and all(name is None or _is_sliceable(name) for name in names):
         return (CACHE_LIST, [_sub(name, _sub_cut(sub, start, end)) for name, sub in zip(names, elements, strict=True)])
     if not isinstance(whole, list | tuple) or len(whole) != len(names):
         return placeholder()
-    return (CACHE_LIST, [_sub(name, list(trimmed(sub))) for name, sub in zip(names, whole, strict=True)])
+    return (CACHE_LIST, [_sub(name, _sub_elements(name, sub)) for name, sub in zip(names, whole, strict=True)])
+
+
+def _sub_elements(name: str | None, state: Any) -> tuple[Any, ...]:
+    if name is None:
+        return tuple(state) if isinstance(state, list | tuple) else ()
+    return tuple(CacheTypeRegistry.get_handler_by_class_name(canonical(name)).state_elements(state))
 
 
 def _sub_cut(elements: Sequence[Any], start: int, end: int) -> list[Any]:
@@ -229,21 +211,12 @@ def _is_sliceable(name: str) -> bool:
 
 
 def _whole(name: str, state: Any) -> Any:
-    elements = [] if not isinstance(state, list | tuple) else list(_unpacked(state))
+    elements = CacheTypeRegistry.get_handler_by_class_name(name).state_elements(state)
     if not elements:
         return placeholder()
     if len(elements) == 2:
         return tuple(mx.zeros((0,)) if element is None else element for element in elements)
-    return (NSTATE, name, elements)
-
-
-def _unpacked(state: Sequence[Any]) -> Sequence[Any]:
-    """mlx-lm 0.32 gives arrays together with what belongs to the running request."""
-    if len(state) == 3 and isinstance(state[0], list | tuple):
-        return state[0]
-    if len(state) == 6 and isinstance(state[2], int):
-        return state[:2]
-    return state
+    return (NSTATE, name, list(elements))
 
 
 def valid(data: Sequence[Any], types: Sequence[str] | None = None) -> bool:

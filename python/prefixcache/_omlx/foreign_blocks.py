@@ -24,6 +24,7 @@ from prefixcache._omlx.block_data import (
     walk_back,
 )
 from prefixcache._omlx.cache_types import canonical
+from prefixcache._omlx.layer_dicts import sub_layers
 from prefixcache.errors import Unsupported
 from prefixcache.type_handlers import SizedArraysCache
 from prefixcache.type_registry import CacheTypeRegistry
@@ -84,8 +85,12 @@ def load(hashes: Sequence[bytes], load_one: Callable[[bytes], Any], expected: Ex
             break
         meta = meta if isinstance(meta, Mapping) else {}
         types = canonical_types(meta.get("layer_cache_types"))
-        count_fits = len(data) == expected.layers or not expected.layers
-        if not count_fits or not expected.fits(meta, found.types) or not valid(data, types or found.types):
+        first = found.data[0] if found.data else data
+        fits = len(data) == (expected.layers or len(first)) and expected.fits(meta, found.types)
+        if not fits or not valid(data, types or found.types):
+            found.rejected = True
+            break
+        if not _rows_fit(data, first, types or found.types, expected.block_size):
             found.rejected = True
             break
         if found.types is None and types is not None:
@@ -93,6 +98,38 @@ def load(hashes: Sequence[bytes], load_one: Callable[[bytes], Any], expected: Ex
         found.data.append(list(data))
         found.metas.append(meta)
     return found
+
+
+def _rows_fit(data: Sequence[Any], first: Sequence[Any], types: Sequence[str] | None, block_size: int) -> bool:
+    """Whether every plain layer has one row for each token, like those of the first block."""
+    for index, (entry, before) in enumerate(zip(data, first, strict=True)):
+        name = types[index] if types is not None and index < len(types) else "KVCache"
+        handler = CacheTypeRegistry.get_handler_by_class_name(name)
+        if isinstance(entry, list) or not handler.supports_block_slicing:
+            continue
+        if isinstance(entry[0], str) and entry[0] in TURBOQUANT:
+            try:
+                if any(turboquant_states.token_count(state) != block_size for state in entry[1]):
+                    return False
+            except (ValueError, TypeError, IndexError):
+                return False
+            continue
+        axes = handler.get_state_axis_info()
+        for element, other, axis in zip(elements_of(entry), elements_of(before), axes, strict=False):
+            if (element is None) != (other is None):
+                return False
+            if element is None or not axis.sliceable:
+                continue
+            if getattr(element, "ndim", 0) not in (3, 4) or element.shape[-2] != block_size:
+                return False
+            if element.dtype != other.dtype or _other_sizes(element) != _other_sizes(other):
+                return False
+    return True
+
+
+def _other_sizes(array: Any) -> tuple[int, ...]:
+    shape = tuple(getattr(array, "shape", ()))
+    return (*shape[:-2], *shape[-1:])
 
 
 def usable(found: Loaded) -> int:
@@ -142,6 +179,9 @@ def _layer(name: str, entries: Sequence[Any], first: Any, last: Any, tokens: int
     elements = elements_of(entries[-1])
     if not elements or is_placeholder(entries[-1]):
         return None
+    if name == "ArraysCache":
+        # What was never set is stored as an empty array where there are two of them.
+        elements = tuple(None if getattr(element, "shape", None) == (0,) else element for element in elements)
     cache = handler.deserialize_state(elements, last)
     if name == "ArraysCache" and cache is not None:
         inner = cache._inner if isinstance(cache, SizedArraysCache) else cache
@@ -191,6 +231,8 @@ def _composite(entries: Sequence[Any], meta: Any, tokens: int) -> Any:
                 if not all(isinstance(block, list) and len(block) == len(last) for block in blocks):
                     return None
                 elements = _joined(handler, [block[place] for block in blocks])
+            if elements[0].shape[2] != tokens:
+                return None
             if isinstance(sub_metas[place], list | tuple) and sub_metas[place]:
                 # The number of rows, which metas of a longer run overstate.
                 sub_metas[place] = (str(elements[0].shape[2]), *sub_metas[place][1:])
@@ -214,18 +256,33 @@ def type_names(layers: Sequence[Mapping[str, Any]], config: Any) -> list[str]:
 
 def stand_at(layers: Sequence[Mapping[str, Any]], config: Any) -> int | None:
     """The tokens that the layers' states are those of, as far as anything tells: what a layer says of itself, the
-    offset of a window, the number of rows of plain layers."""
-    windows, rows = set(), set()
+    offset of a window, the number of rows of plain layers. None if nothing tells, -1 if they contradict one another."""
+    told: set[int] = set()
+    windows: set[int] = set()
+    rows: set[int] = set()
     for index, layer in enumerate(layers):
-        name = canonical(layer_class(layer, index, config))
-        if isinstance(layer.get("token_count"), int):
-            return int(layer["token_count"])
-        if CacheTypeRegistry.is_rotating_family(name):
-            windows.add(_offset(layer))
-        elif CacheTypeRegistry.get_handler_by_class_name(name).supports_block_slicing:
-            rows.add(sequence_length([layer]))
-    known = windows - {None} or rows - {0}
-    return known.pop() if len(known) == 1 else None
+        _counts(layer, canonical(layer_class(layer, index, config)), told, windows, rows)
+    known = told or windows or rows
+    return None if not known else known.pop() if len(known) == 1 else -1
+
+
+def _counts(layer: Mapping[str, Any], name: str, told: set[int], windows: set[int], rows: set[int]) -> None:
+    count = layer.get("token_count")
+    if isinstance(count, int):
+        told.add(count)
+    elif name == "CacheList":
+        try:
+            inside = sub_layers(layer, None, name)
+        except ValueError:
+            return
+        for sub in inside:
+            _counts(sub, canonical(str(sub["class_name"])), told, windows, rows)
+    elif CacheTypeRegistry.is_rotating_family(name):
+        offset = _offset(layer)
+        windows.update(() if offset is None else (offset,))
+    elif CacheTypeRegistry.get_handler_by_class_name(name).supports_block_slicing:
+        length = sequence_length([{**layer, "class_name": name}])
+        rows.update((length,) if length else ())
 
 
 def _offset(layer: Mapping[str, Any]) -> int | None:

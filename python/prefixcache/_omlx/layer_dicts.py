@@ -118,8 +118,6 @@ def _moved(cache: Any, name: str, at: int, n: int) -> Any:
         shorter._idx, shorter.keys, shorter.values = n, _cut(cache.keys, n), _cut(cache.values, n)
     if getattr(cache, "start_position", 0) > n:
         raise Unsupported("structure_mismatch", f"{type(cache).__name__}: rows before token {n} are gone")
-    if hasattr(cache, "_cached_state"):
-        shorter._cached_state, shorter._cached_state_offset = None, -1
     setattr(shorter, name, n)
     return shorter
 

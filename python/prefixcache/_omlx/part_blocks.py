@@ -26,11 +26,13 @@ class PartBlocks:
         self._is_forgotten = is_forgotten
         self._directory = directory
         self._lock = threading.Lock()
+        self._values: tuple[int, ...] = ()
 
     def attach(self, model_name: str, space: int) -> None:
         """Parts of this model lie in ``space`` from now on; those of its former space are not seen any more."""
         with self._lock:
             self.spaces[model_name] = space
+            self._values = tuple(self.spaces.values())
 
     def models(self) -> list[str]:
         """The names of all models that were attached."""
@@ -39,9 +41,7 @@ class PartBlocks:
 
     def keys(self, block_hash: bytes) -> list[bytes]:
         """Where parts of a block may lie."""
-        with self._lock:
-            spaces = list(self.spaces.values())
-        return [group_key(store_key(block_hash), space) for space in spaces]
+        return [group_key(store_key(block_hash), space) for space in self._values]
 
     def find(self, block_hash: bytes) -> list[tuple[str, bytes, tuple[bool, bool, int, int]]]:
         """The models for which the rows of a block are stored: name, key, and what ``presence`` says of part ``kv``."""
@@ -53,12 +53,18 @@ class PartBlocks:
         found = zip(spaces, keys, self._store.presence(keys), strict=True)
         return [(name, key, parts["kv"]) for (name, _), key, parts in found if "kv" in parts]
 
+    def has(self, block_hash: bytes) -> bool:
+        """Whether ``find`` finds anything. Asked for each block of a prompt."""
+        spaces = self._values
+        if not spaces or self._is_forgotten(block_hash):
+            return False
+        key = store_key(block_hash)
+        return any("kv" in parts for parts in self._store.presence([group_key(key, space) for space in spaces]))
+
     def in_ram(self, block_hashes: Sequence[bytes]) -> list[bool]:
         """Of which blocks the RAM tier holds the rows."""
         held = [False] * len(block_hashes)
-        with self._lock:
-            spaces = list(self.spaces.values())
-        for space in spaces:
+        for space in self._values:
             parts = self._store.presence([group_key(store_key(one), space) for one in block_hashes])
             held = [old or ("kv" in part and part["kv"][0]) for old, part in zip(held, parts, strict=True)]
         return held

@@ -122,8 +122,7 @@ class ShownBlocks:
 
     def is_forgotten(self, block_hash: bytes) -> bool:
         """Whether it was forgotten and not saved since."""
-        with self._lock:
-            return block_hash in self._forgotten
+        return block_hash in self._forgotten
 
     def dropped(self, block_hash: bytes) -> None:
         """The blob is not there (any more)."""

@@ -10,7 +10,8 @@ class SizedArraysCache:
     """Dresses an ``ArraysCache``, which does not count tokens, with a ``size()``: ``token_count``.
 
     Everything else is the inner cache's: reading, writing, state, batches. An attribute that is set on it is set on
-    the inner cache. Not safe from several threads, as every cache.
+    the inner cache, and it passes for an instance of the inner cache's class. Not safe from several threads, as every
+    cache.
     """
 
     _inner: Any
@@ -19,6 +20,14 @@ class SizedArraysCache:
     def __init__(self, inner: Any, token_count: int = 0) -> None:
         object.__setattr__(self, "_inner", inner)
         object.__setattr__(self, "_token_count", token_count)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        # Some models write to a cache only if it is one of these; others would run on with a state that stands still.
+        return type(self._inner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SizedArraysCache, (self._inner, self._token_count)
 
     def size(self) -> int:
         """The number of tokens that it was made with."""

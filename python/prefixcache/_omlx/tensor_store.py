@@ -150,6 +150,8 @@ class TensorStore(RequestTables, PrivateNames):
             block_id = self._take_mapped(value)
             if block_id is None or value in self._lacking:
                 snapshot = snapshots[end] if snapshots is not None and end in snapshots else None
+                if snapshot is not None and foreign_blocks.stand_at(snapshot, config) not in (None, end):
+                    snapshot = None
                 # Where nothing tells what the states are those of, callers rely on their being stored.
                 last = number == len(hashes) - 1 and standing in (None, end)
                 data = block_slices(layers, end - self.block_size, end, config, last, snapshot)

@@ -158,6 +158,7 @@ class StoreFaults : public ::testing::TestWithParam<Trouble> {
     EXPECT_EQ(store->stats().disk_bytes, bytes_below(directory));
   }
 
+  // But for the file in which stores count them.
   static std::uint64_t bytes_below(const fs::path& directory) {
     std::uint64_t sum = 0;
     if (!fs::exists(directory)) return 0;
