@@ -16,6 +16,7 @@ BENCHMARKS = [
     "bench_reference",
     "bench_hash",
     "bench_lookup",
+    "bench_open",
     "bench_store",
     "bench_restore",
     "bench_append",

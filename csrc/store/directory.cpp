@@ -13,6 +13,7 @@ constexpr std::string_view kVersionFolder = "/v1";
 constexpr std::string_view kUsageFile = ".usage";
 // Times of directories are no finer than this on any file system.
 constexpr double kSettled = 2.5;
+constexpr std::string_view kPartEnding = ".safetensors";
 constexpr std::string_view kTempPrefix = ".tmp-";
 
 std::string random_tag() {
@@ -138,12 +139,15 @@ void Directory::scan_file(const std::string& folder, const DirEntry& file, bool 
     return;
   }
   scanned_bytes_ += file.info.size;
-  // What has a name that no store gives, or lies where it does not belong, is counted and left alone.
-  if (!layout::parse_file_name(file.name, part.name)) return;
-  if (!folder.ends_with("/" + part.name.key.hex().substr(0, 2))) return;
+  // What is no block, or lies where it does not belong, is counted and left alone.
+  if (!file.name.ends_with(kPartEnding)) return;
+  const bool named = layout::parse_file_name(file.name, part.name);
+  if (named && !folder.ends_with("/" + part.name.key.hex().substr(0, 2))) return;
   part.bytes = file.info.size;
-  part.modified = part.dated = file.info.modified;
-  (own ? parts : scan_foreign_).push_back(std::move(part));
+  part.dated = file.info.modified;
+  // What no store reads goes before all others.
+  part.modified = named ? part.dated : 0;
+  (own && named ? parts : scan_foreign_).push_back(std::move(part));
 }
 
 bool Directory::changed(const DirEntry& folder) {
@@ -158,6 +162,7 @@ bool Directory::changed(const DirEntry& folder) {
 Status Directory::look(std::vector<FoundPart>& parts) {
   std::lock_guard scanning(scan_mutex_);
   parts.clear();
+  scan_foreign_.clear();
   std::vector<DirEntry> folders;
   std::vector<DirEntry> files;
   if (Status status = env_.list(own_, folders); !status.is_ok()) return status;
@@ -205,14 +210,10 @@ Status Directory::publish(const std::string& temp, const layout::NameInfo& name)
 }
 
 Status Directory::remove(const layout::NameInfo& name, std::uint64_t bytes) {
-  Status status = env_.remove(path_of(name));
-  if (status.is_ok()) {
-    usage_.release(bytes, 1);
-  } else if (status.code() == StatusCode::NotFound) {
-    if (!usage_.release_missing(bytes)) count_wanted_ = true;
-    return Status::ok();
-  }
-  return status;
+  bool told = true;
+  Status status = usage_.remove(path_of(name), bytes, told);
+  if (!told) count_wanted_ = true;
+  return status.code() == StatusCode::NotFound ? Status::ok() : status;
 }
 
 bool Directory::next_foreign(double older_than, FoundPart& out) {
@@ -239,9 +240,8 @@ bool Directory::next_foreign(double older_than, FoundPart& out) {
 bool Directory::evict_foreign(double older_than) {
   FoundPart victim;
   while (next_foreign(older_than, victim)) {
-    if (!env_.remove(victim.path).is_ok()) continue;
-    usage_.release(victim.bytes, 1);
-    return true;
+    bool told = true;
+    if (usage_.remove(victim.path, victim.bytes, told).is_ok()) return true;
   }
   return false;
 }

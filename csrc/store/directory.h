@@ -51,7 +51,7 @@ class Directory {
   std::string path_of(const layout::NameInfo& name) const;
   // Room for a file, below `limit` for all that lies below the root. NotFound: scan() first.
   Status reserve(std::uint64_t bytes, std::uint64_t limit, bool& granted);
-  void release(std::uint64_t bytes) { usage_.release(bytes, 0); }
+  void release(std::uint64_t bytes) { usage_.release(bytes); }
   // Writes a part under a temporary name: `temp`. Its room was reserved.
   Status write(const layout::NameInfo& name, std::span<const std::span<const std::uint8_t>> pieces, std::string& temp);
   // Gives it its own name. On failure nothing of it stays, and the caller releases its room.

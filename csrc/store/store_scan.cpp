@@ -18,6 +18,7 @@ constexpr double kShareOfTime = 20;
 constexpr double kLookEvery = 0.5;
 constexpr double kCountEvery = 600;
 constexpr double kCountBeforeEvictions = 30;
+constexpr double kShortCount = 0.02;
 // Entries that are merged at a time: callers wait for the mutex no longer than that takes.
 constexpr std::size_t kChunk = 128;
 
@@ -96,7 +97,7 @@ void StoreImpl::try_again() {
 bool StoreImpl::count_is_due(CountFor reason) const {
   const double age = seconds_since(counted_at_);
   const double least = kShareOfTime * count_seconds_;
-  if (reason == CountFor::lack) return age >= least;
+  if (reason == CountFor::lack) return age >= least || count_seconds_ < kShortCount;
   if (directory_->count_wanted()) return age >= std::max(0.05, least);
   return age >= std::max(reason == CountFor::evictions ? kCountBeforeEvictions : kCountEvery, least);
 }

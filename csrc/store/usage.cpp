@@ -72,28 +72,41 @@ Status Usage::reserve(std::uint64_t bytes, std::uint64_t limit, bool& granted) {
   return status;
 }
 
-void Usage::release(std::uint64_t bytes, std::uint64_t files) {
+void Usage::release(std::uint64_t bytes) {
   std::lock_guard guard(mutex_);
-  own_removed_ += files;
-  unsaid_bytes_ += bytes;
-  unsaid_files_ += files;
   std::unique_ptr<LockedFile> file;
   Record record;
-  const Status status = lock(file, record);
-  if (status.is_ok() && write(*file, record).is_ok()) return;
-  // Counted from nothing soon, by whoever writes next.
-  if (status.code() == StatusCode::NotFound) unsaid_bytes_ = unsaid_files_ = 0;
-  used_ = less(used_, bytes);
+  const Status locked = lock(file, record);
+  give_back(locked, file.get(), record, bytes, 0);
 }
 
-bool Usage::release_missing(std::uint64_t bytes) {
+void Usage::give_back(const Status& locked, LockedFile* file, Record& record, std::uint64_t bytes,
+                      std::uint64_t files) {
+  own_removed_ += files;
+  record.used = less(record.used, bytes);
+  record.removed_ever += files;
+  if (locked.is_ok() && write(*file, record).is_ok()) return;
+  used_ = less(used_, bytes);
+  // Where nobody has counted, somebody will, from nothing.
+  const bool counts = locked.code() != StatusCode::NotFound;
+  unsaid_bytes_ = counts ? unsaid_bytes_ + bytes : 0;
+  unsaid_files_ = counts ? unsaid_files_ + files : 0;
+}
+
+Status Usage::remove(const std::string& path, std::uint64_t bytes, bool& told) {
   std::lock_guard guard(mutex_);
   std::unique_ptr<LockedFile> file;
   Record record;
-  if (!lock(file, record).is_ok()) return false;
-  if (record.removed_ever != removed_at_count_ + own_removed_) return false;
-  record.used = less(record.used, bytes);
-  return write(*file, record).is_ok();
+  const Status locked = lock(file, record);
+  const bool others_removed = record.removed_ever != removed_at_count_ + own_removed_;
+  Status status = env_.remove(path);
+  told = status.code() != StatusCode::NotFound || (locked.is_ok() && !others_removed);
+  if (status.is_ok()) {
+    give_back(locked, file.get(), record, bytes, 1);
+  } else if (status.code() == StatusCode::NotFound && told) {
+    give_back(locked, file.get(), record, bytes, 0);
+  }
+  return status;
 }
 
 Status Usage::begin_count() {

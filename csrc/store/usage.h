@@ -21,12 +21,11 @@ class Usage {
 
   // Takes `bytes` out of what `limit` leaves. Sets `granted`.
   Status reserve(std::uint64_t bytes, std::uint64_t limit, bool& granted);
-  // Gives bytes back: reserved ones that came to nothing, or those of `files` that were removed. What cannot be told
-  // now is told with the next change.
-  void release(std::uint64_t bytes, std::uint64_t files);
-  // The same for a file that was found missing. If another store may have removed it, who has told so then, nothing is
-  // changed and the answer is false: only a count can tell.
-  bool release_missing(std::uint64_t bytes);
+  // Gives reserved bytes back that came to nothing. What cannot be told now is told with the next change.
+  void release(std::uint64_t bytes);
+  // Removes a file and gives its bytes back, in one step for all others. For a file that is missing already they are
+  // given back unless another store may have done so; then `told` is false: only a count can tell.
+  Status remove(const std::string& path, std::uint64_t bytes, bool& told);
 
   // Around a count of what is there. What was reserved meanwhile is added to it, for it may not have been seen.
   Status begin_count();
@@ -47,6 +46,7 @@ class Usage {
 
   // Locks the file and reads it. NotFound, with the lock held, where there is no sum in it.
   Status lock(std::unique_ptr<LockedFile>& file, Record& record);
+  void give_back(const Status& locked, LockedFile* file, Record& record, std::uint64_t bytes, std::uint64_t files);
   Status write(LockedFile& file, const Record& record);
 
   Env& env_;

@@ -29,12 +29,13 @@ class ShownBlocks:
 
     def find(self, block_hash: bytes, expected: Expected) -> BlobMetadata | None:
         """What is known of a blob that is there and may be shown."""
+        before = self._known(block_hash)
         if not self._blobs.present(block_hash):
             with self._lock:
-                # It may have been saved since; whoever saves notes it under this lock.
-                if not self._blobs.present(block_hash):
+                # Unless it was saved since it was looked for.
+                if before is not None and self._known(block_hash) is before:
                     self.dropped(block_hash)
-                return None
+            return None
         with self._lock:
             known = self._shown.get(block_hash)
             if block_hash in self._forgotten or self._others.contains(block_hash):
@@ -47,6 +48,10 @@ class ShownBlocks:
             self.drop_damaged(block_hash, error)
             return None
         return None if found is None else self.judge(found, expected)
+
+    def _known(self, block_hash: bytes) -> object:
+        with self._lock:
+            return self._shown.get(block_hash) or self._others.get(block_hash)
 
     def judge(self, blob: BlobMetadata, expected: Expected) -> BlobMetadata | None:
         """The blob if it may be shown. It is judged again only after ``judge_anew``."""

@@ -27,6 +27,12 @@ class UsageTest : public ::testing::Test {
     EXPECT_TRUE(status.is_ok()) << status.message();
     return granted;
   }
+  // Whether the sum is right afterwards for sure.
+  bool remove(Usage& usage, const std::string& name, std::uint64_t bytes) {
+    bool told = false;
+    usage.remove(dir_ / name, bytes, told);
+    return told;
+  }
   static void count(Usage& usage, std::uint64_t bytes) {
     ASSERT_TRUE(usage.begin_count().is_ok());
     ASSERT_TRUE(usage.end_count(bytes).is_ok());
@@ -53,7 +59,7 @@ TEST_F(UsageTest, AllShareOneLimit) {
   EXPECT_EQ(b.used(), 900u);
   EXPECT_FALSE(reserve(a, 100)) << "the file itself has 64 bytes";
   EXPECT_EQ(a.used(), 900u);
-  b.release(400, 1);
+  b.release(400);
   EXPECT_TRUE(reserve(a, 400));
   EXPECT_FALSE(reserve(b, 1001));
 }
@@ -66,8 +72,8 @@ TEST_F(UsageTest, DamageIsAReasonToCountAgain) {
     bool granted = true;
     EXPECT_EQ(usage.reserve(1, kLimit, granted).code(), StatusCode::NotFound) << byte;
     EXPECT_FALSE(granted);
-    usage.release(7, 1);
-    EXPECT_FALSE(usage.release_missing(7));
+    usage.release(7);
+    EXPECT_FALSE(remove(usage, "missing", 7));
     count(usage, 100);
     EXPECT_EQ(usage.used(), 100u);
   }
@@ -88,18 +94,20 @@ TEST_F(UsageTest, AMissingFileIsSubtractedOnceAtMost) {
   count(a, 0);
   count(b, 0);
   ASSERT_TRUE(reserve(a, 500));
+  for (const char* name : {"1", "2"}) testing::write_file(dir_ / name, "x");
   // Removed by hand: nobody has said so.
-  EXPECT_TRUE(a.release_missing(100));
+  EXPECT_TRUE(remove(a, "missing", 100));
   EXPECT_EQ(a.used(), 400u);
   // Its own removals are no reason for doubt.
-  a.release(100, 1);
-  EXPECT_TRUE(a.release_missing(100));
+  EXPECT_TRUE(remove(a, "1", 100));
+  EXPECT_TRUE(remove(a, "missing", 100));
   EXPECT_EQ(a.used(), 200u);
   // Another store's may have been this very file.
-  b.release(100, 1);
-  EXPECT_FALSE(a.release_missing(100));
+  EXPECT_TRUE(remove(b, "2", 100));
+  EXPECT_TRUE(dir_.files("").empty());
+  EXPECT_FALSE(remove(a, "missing", 100));
   count(a, 100);
-  EXPECT_TRUE(a.release_missing(100));
+  EXPECT_TRUE(remove(a, "missing", 100));
   EXPECT_EQ(a.used(), 0u);
 }
 
@@ -115,7 +123,7 @@ TEST_F(UsageTest, ManyAtOnceLoseNothing) {
         if (!reserve(usage, 50)) continue;
         ++grants;
         EXPECT_LE(usage.used(), kLimit);
-        usage.release(50, 0);
+        usage.release(50);
       }
     });
   }
