@@ -422,7 +422,8 @@ def test_restored_caches_are_dressed() -> None:
         "ArraysCache",
         "CacheList",
     ]
-    assert layer_dict(dressed[2])["token_count"] == 30
+    # It is the count that it was restored at, not the one that it stands at since.
+    assert "token_count" not in layer_dict(dressed[2])
     check_same_layers(live_caches([layer_dict(cache) for cache in dressed]), given)
     check_same_layers([undressed(cache) for cache in dressed], given)
     check_same_layers([undressed(cache) for cache in wrap_restored(dressed, 30)], given)
