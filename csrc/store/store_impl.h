@@ -68,7 +68,7 @@ class StoreImpl : public BlockStore {
   void find_unless_known(const PutRequest& request);
   bool already_there(const PutRequest& request);
   bool insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool queued);
-  const std::vector<Entry*>& siblings_of(const PutRequest& request) const;
+  const std::deque<Entry*>& siblings_of(const PutRequest& request) const;
   bool contained_in_sibling(const PutRequest& request) const;
   std::vector<PartRecord*> superseded_by(const PutRequest& request) const;
   void watch_writer();
