@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import pytest
 from architectures import caches as looks
 from architectures import harness
 from conftest import make_tiny_llama
@@ -17,8 +19,6 @@ from omlx_scheduler import Request, Scheduler
 from runs import KvFormat, assert_same_logits
 
 VOCABULARY = harness.VOCABULARY
-
-
 BLOCK = 16
 
 
@@ -34,7 +34,7 @@ class Family:
         return self.build()
 
 
-def _architecture(name: str, **sizes: Any) -> Callable[[], Any]:
+def architecture(name: str, **sizes: Any) -> Callable[[], Any]:
     """A tiny model of mlx-lm's module ``name``, with some of its sizes replaced."""
 
     def build() -> Any:
@@ -52,13 +52,13 @@ def _architecture(name: str, **sizes: Any) -> Callable[[], Any]:
 
 FAMILIES: dict[str, Family] = {
     "rows": Family(make_tiny_llama, sliceable=True),
-    "lists of rows": Family(_architecture("deepseek_v32"), sliceable=True),
-    "windows as long as a block": Family(_architecture("gpt_oss", sliding_window=BLOCK)),
-    "windows of half a block": Family(_architecture("gemma3_text", sliding_window=8, num_hidden_layers=3)),
-    "states and rows": Family(_architecture("qwen3_next")),
-    "lists of a state and rows": Family(_architecture("falcon_h1")),
-    "lists of a state and a window": Family(_architecture("baichuan_m1", sliding_window=BLOCK)),
-    "states alone": Family(_architecture("mamba")),
+    "lists of rows": Family(architecture("deepseek_v32"), sliceable=True),
+    "windows as long as a block": Family(architecture("gpt_oss", sliding_window=BLOCK)),
+    "windows of half a block": Family(architecture("gemma3_text", sliding_window=8, num_hidden_layers=3)),
+    "states and rows": Family(architecture("qwen3_next")),
+    "lists of a state and rows": Family(architecture("falcon_h1")),
+    "lists of a state and a window": Family(architecture("baichuan_m1", sliding_window=BLOCK)),
+    "states alone": Family(architecture("mamba")),
 }
 
 
@@ -132,3 +132,36 @@ class Shadow:
         self.check(request)
         self.note(request)
         return request.cached_tokens
+
+
+# The others run too, where there is more time.
+LONG = {"lists of rows", "lists of a state and rows", "lists of a state and a window", "windows as long as a block"}
+
+
+def most_families() -> Any:
+    """Of each kind of layer one model; the rest are long tests."""
+    marks = {name: [pytest.mark.long] if name in LONG else [] for name in sorted(FAMILIES)}
+    values = [pytest.param(FAMILIES[name], marks=marks[name], id=name) for name in marks]
+    return pytest.mark.parametrize("family", values)
+
+
+def opened(family: Family, directory: Path | None, **options: Any) -> tuple[Scheduler, Shadow, int]:
+    engine = Scheduler(family.model, directory, **options)
+    return engine, Shadow(family.model, engine.block_size), engine.block_size
+
+
+def assert_at_rest(engine: Scheduler) -> None:
+    """No request holds anything: every block is free or retained, every count of the pool agrees with its blocks."""
+    engine.settle()
+    paged = engine.paged
+    held = {block.block_id: block.ref_count for block in paged.allocated_blocks.values() if not block.is_null}
+    assert set(held.values()) <= {0}, paged.get_ref_count_summary()
+    assert len(engine.prefix) == 0
+    stats = paged.get_stats()
+    assert stats.allocated_blocks == len(held) + 1
+    assert stats.free_blocks == paged.free_blocks == len(paged.free_block_queue.get_all_free_blocks())
+    assert stats.total_blocks == stats.allocated_blocks + stats.free_blocks
+    assert stats.shared_blocks == 0
+    if engine.boundaries is not None:
+        assert list((engine.directory / "_boundary_snapshots").rglob("*.safetensors")) == []
+        assert not any(engine.boundaries.has(rid, count) for rid, count in engine.captured)

@@ -111,7 +111,7 @@ def _leaves(caches: Sequence[Any]) -> list[Any]:
 
 class Scheduler:
     """One engine. ``ssd``: another engine's manager, which a draft model shares.
-    ``raw``: states are handed over as the installed mlx-lm has them."""
+    ``raw``: states are handed over as the installed mlx-lm has them. ``align``: blocks fit the model's window."""
 
     def __init__(
         self,
@@ -127,12 +127,13 @@ class Scheduler:
         layer_types: list[str] | None = None,
         kv_format: KvFormat | None = None,
         raw: bool = False,
+        align: bool = True,
         **ssd_options: Any,
     ) -> None:
         self.model, self.model_name, self.kv_format, self.raw = model, model_name, kv_format, raw
         prototype = make_prompt_cache(model)
         self.stateful = is_stateful(prototype)
-        self.block_size = aligned_block_size(block_size, prototype)
+        self.block_size = aligned_block_size(block_size, prototype) if align else block_size
         self.step = step or self.block_size
         self.paged = PagedCacheManager(
             block_size=self.block_size, max_blocks=max_blocks, model_name=model_name, initial_blocks=initial_blocks

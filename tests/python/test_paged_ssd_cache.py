@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import mlx.core as mx
 import pytest
 from ssd_blocks import BIG, MISSING, equal, hash_of, layers, open_manager, part_count, state, two_layers
+from support import all_files
 
 from prefixcache.paged_ssd_cache import (
     PagedSSDBlockMetadata,
@@ -224,7 +225,7 @@ def test_statistics(tmp_path: Path) -> None:
     assert (stats.hot_cache_hits, stats.hot_cache_entries, stats.num_files) == (1, 1, 1)
     assert (stats.ssd_write_drops, stats.ssd_inline_write_fallbacks, stats.evict_unlink_failures) == (0, 0, 0)
     assert 0 < stats.hot_cache_size_bytes <= stats.hot_cache_max_bytes == 8 << 20
-    on_disk = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    on_disk = sum(path.stat().st_size for path in all_files(tmp_path))
     assert stats.total_size_bytes == on_disk and stats.configured_max_size_bytes == BIG
     found = manager.get_stats_dict()
     assert found["cache_dir"] == str(tmp_path) and found["total_size"] == on_disk

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ssd_blocks import BIG, equal, hash_of, layers, open_manager, part_count
+from support import all_files
 
 KV = ["KVCache", "KVCache"]
 TURBO = ["TurboQuantKVCache", "KVCache"]
@@ -230,7 +231,7 @@ def test_the_limit_counts_what_others_wrote_before(tmp_path: Path) -> None:
         manager = open_manager(tmp_path, max_size_bytes=60_000, expected_model_name=("m", "n")[number % 2])
         assert manager.save_block(hash_of(number), layers(number, tokens=64), 64, manager._expected_model_name)
         manager.close()
-        used = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        used = sum(path.stat().st_size for path in all_files(tmp_path))
         assert 0 < used <= 60_000
     assert part_count(tmp_path) > 3
 
@@ -259,6 +260,6 @@ def test_enforcing_the_limit_makes_room(tmp_path: Path) -> None:
     freed = manager.enforce_size_limit()
     assert freed > 0 and manager.get_stats().total_size_bytes == before - freed <= 54_000
     assert manager.enforce_size_limit() == 0
-    used = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    used = sum(path.stat().st_size for path in all_files(tmp_path))
     assert used == manager.get_stats().total_size_bytes
     assert open_manager(None, hot_cache_only=True, hot_cache_max_bytes=BIG).enforce_size_limit() == 0

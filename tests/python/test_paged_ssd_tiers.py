@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from ssd_blocks import equal, hash_of, layers, open_manager, part_count
+from support import all_files
 
 from prefixcache.paged_ssd_cache import PagedSSDCacheManager, SharedHotCacheBudget
 
@@ -102,7 +103,7 @@ def test_a_block_that_waits_leaves_no_trace_in_the_sizes(tmp_path: Path, act: st
         save(manager, number, flush=False)
         assert getattr(manager, act)(hash_of(number)) is True
     manager._store.flush()
-    on_disk = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    on_disk = sum(path.stat().st_size for path in all_files(tmp_path))
     stats = manager.get_stats()
     assert manager.size == 0 and stats.total_size_bytes == on_disk and stats.num_files == part_count(tmp_path)
     assert part_count(tmp_path) == (20 if act == "forget_block" else 0)
