@@ -170,7 +170,8 @@ class BoundarySnapshotSSDStore:
             self._note("load_errors", "a snapshot that this version cannot read: %s", error)
             return None
         for layer in layers:
-            if layer.get("state"):
+            state = layer.get("state")
+            if state is not None and not (isinstance(state, tuple | list) and not state):
                 layer["token_count"] = token_count
         self._count("loads")
         return layers

@@ -167,14 +167,24 @@ def _composite(layer: Mapping[str, Any], start: int, end: int, whole: Any) -> An
     if not isinstance(subs, list | tuple) or not subs:
         return placeholder()
     names = sub_names(layer, len(subs))
-    elements = [_sub_elements(name, sub) for name, sub in zip(names, subs, strict=True)]
-    rows = all(sub and len(getattr(sub[0], "shape", ())) == 4 for sub in elements)
-    # A window's buffer has four axes too, but its rows are not those of this block.
-    if rows and all(name is None or _is_sliceable(name) for name in names):
+    if is_cut(layer):
+        elements = [_sub_elements(name, sub) for name, sub in zip(names, subs, strict=True)]
         return (CACHE_LIST, [_sub(name, _sub_cut(sub, start, end)) for name, sub in zip(names, elements, strict=True)])
     if not isinstance(whole, list | tuple) or len(whole) != len(names):
         return placeholder()
     return (CACHE_LIST, [_sub(name, _sub_elements(name, sub)) for name, sub in zip(names, whole, strict=True)])
+
+
+def is_cut(layer: Mapping[str, Any]) -> bool:
+    """Whether a list of caches is stored block by block: all of them have rows of four axes."""
+    subs = layer.get("state")
+    if not isinstance(subs, list | tuple) or not subs:
+        return False
+    names = sub_names(layer, len(subs))
+    elements = [_sub_elements(name, sub) for name, sub in zip(names, subs, strict=True)]
+    # A window's buffer has four axes too, but its rows are not those of this block.
+    rows = all(sub and len(getattr(sub[0], "shape", ())) == 4 for sub in elements)
+    return rows and all(name is None or _is_sliceable(name) for name in names)
 
 
 def _sub_elements(name: str | None, state: Any) -> tuple[Any, ...]:

@@ -24,11 +24,13 @@ from prefixcache._omlx.block_data import (
     walk_back,
 )
 from prefixcache._omlx.cache_types import canonical
-from prefixcache._omlx.layer_dicts import sub_layers
+from prefixcache._omlx.layer_dicts import omlx_form, sub_layers
 from prefixcache.errors import Unsupported
 from prefixcache.type_handlers import SizedArraysCache
 from prefixcache.type_registry import CacheTypeRegistry
 
+# Classes whose settings mlx-lm 0.32 has moved into their states.
+_RAW = ("RotatingKVCache", "QuantizedKVCache", "ChunkedKVCache", "CacheList")
 # What a store or a handler of somebody else may raise in the request path: a shorter hit.
 TROUBLE = (ValueError, TypeError, OSError, RuntimeError, KeyError, IndexError, AttributeError, MemoryError, Unsupported)
 
@@ -80,7 +82,7 @@ def load(hashes: Sequence[bytes], load_one: Callable[[bytes], Any], expected: Ex
         try:
             data, meta = load_one(value)
         except TROUBLE:
-            break
+            break  # no pair
         if not isinstance(data, list | tuple):
             break
         meta = meta if isinstance(meta, Mapping) else {}
@@ -90,7 +92,11 @@ def load(hashes: Sequence[bytes], load_one: Callable[[bytes], Any], expected: Ex
         if not fits or not valid(data, types or found.types):
             found.rejected = True
             break
-        if not _rows_fit(data, first, types or found.types, expected.block_size):
+        try:
+            fits = _rows_fit(data, first, types or found.types, expected.block_size)
+        except TROUBLE:
+            fits = False  # entries of no known shape
+        if not fits:
             found.rejected = True
             break
         if found.types is None and types is not None:
@@ -105,6 +111,8 @@ def _rows_fit(data: Sequence[Any], first: Sequence[Any], types: Sequence[str] | 
     for index, (entry, before) in enumerate(zip(data, first, strict=True)):
         name = types[index] if types is not None and index < len(types) else "KVCache"
         handler = CacheTypeRegistry.get_handler_by_class_name(name)
+        if isinstance(entry, list) and entry and not _list_fits(entry, block_size):
+            return False
         if isinstance(entry, list) or not handler.supports_block_slicing:
             continue
         if isinstance(entry[0], str) and entry[0] in TURBOQUANT:
@@ -125,6 +133,12 @@ def _rows_fit(data: Sequence[Any], first: Sequence[Any], types: Sequence[str] | 
             if element.dtype != other.dtype or _other_sizes(element) != _other_sizes(other):
                 return False
     return True
+
+
+def _list_fits(entry: Sequence[Any], block_size: int) -> bool:
+    """Lists of rows are cut, or whole up to this block's end: whole blocks in either case."""
+    shapes = [tuple(getattr(part, "shape", ())) for sub in entry for part in elements_of(sub)[:1]]
+    return any(len(shape) != 4 for shape in shapes) or any(shape[2] and shape[2] % block_size == 0 for shape in shapes)
 
 
 def _other_sizes(array: Any) -> tuple[int, ...]:
@@ -252,6 +266,13 @@ def block_metas(layers: Sequence[Mapping[str, Any]], snapshot: Sequence[Mapping[
 def type_names(layers: Sequence[Mapping[str, Any]], config: Any) -> list[str]:
     """The class name of each layer, as blocks record it."""
     return [canonical(layer_class(layer, index, config)) for index, layer in enumerate(layers)]
+
+
+def as_omlx(layer: Mapping[str, Any], index: int, config: Any) -> Mapping[str, Any]:
+    """A layer dict in oMLX's form. mlx-lm 0.32 has no meta states: what they said is in its states."""
+    name = canonical(layer_class(layer, index, config))
+    raw = not layer.get("meta_state") and layer.get("state") and name in _RAW
+    return omlx_form({**layer, "class_name": name}) | {"class_name": layer.get("class_name", name)} if raw else layer
 
 
 def stand_at(layers: Sequence[Mapping[str, Any]], config: Any) -> int | None:

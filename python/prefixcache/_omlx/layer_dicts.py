@@ -140,8 +140,6 @@ def layer_dict(cache: Any) -> dict[str, Any]:
         state, meta, extras = write(inner)
     except (AttributeError, TypeError, IndexError) as error:
         raise ValueError(f"{name} has no state to hand over: {error}") from None
-    if isinstance(cache, SizedArraysCache):
-        extras = {"token_count": cache.size()}
     return {"state": state, "meta_state": meta, "class_name": name, "cache_type": type_value(name), **extras}
 
 

@@ -140,8 +140,9 @@ def _plain(layer: Layer) -> Any:
     if len(rest) > 1:
         raise layer.bad(f"expected keys, values and an offset, got {len(elements)} elements")
     cache.keys, cache.values = keys, values
-    # The offset of a meta state is one for all blocks of a prompt: the rows count.
-    count = layer.number(rest[0], "offset") if rest else rows
+    # The offset of a meta state may be that of a longer run. Where it is smaller, padding stands behind the rows.
+    told = [int(value) for value in layer.meta[:1] if isinstance(value, str | int) and str(value).isdecimal()]
+    count = layer.number(rest[0], "offset") if rest else min([rows, *(value for value in told if value > 0)])
     setattr(cache, "cache_length" if hasattr(cache, "cache_length") else "offset", count)
     return cache
 

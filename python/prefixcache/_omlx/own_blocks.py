@@ -15,6 +15,7 @@ from prefixcache._boundary import Boundary
 from prefixcache._core import BlockStore, KeyChain, TokenBuffer, group_key, sha256
 from prefixcache._keys import ContentRange, encode_salt
 from prefixcache._layer_state import ALL, BOUNDARY, LayerState, encode_structure, walk
+from prefixcache._omlx.foreign_calls import answer_of
 from prefixcache._omlx.layer_dicts import live_caches, wrap_restored
 from prefixcache._parts import head_group, needs_of, window_group
 from prefixcache._record import record, record_snapshot
@@ -85,6 +86,7 @@ class OwnBlocks:
         out. ``Unsupported`` or ValueError for layers that cannot be understood or contradict one another.
         """
         states = describe_layers(live_caches(layers, self._prototypes))
+        _check_complete(states)
         upto, stands_at = _standing(states, len(tokens), self._size)
         if upto == 0:
             return 0
@@ -118,10 +120,14 @@ class OwnBlocks:
             n = (block + 1) * self._size
             if n not in snapshots or self._stands(chain, block):
                 continue
-            layers = snapshots[n]
+            layers = answer_of(snapshots.__getitem__, n)
             states = None if layers is None else self._snapshot_states(layers, full, n)
-            if states is not None:
-                record_snapshot(self._store, chain, states, n)
+            try:
+                if states is not None:
+                    record_snapshot(self._store, chain, states, n)
+            except (ValueError, TypeError, RuntimeError):
+                # Arrays that no part can hold: the rows are stored all the same.
+                continue
 
     def _snapshot_states(self, layers: Layers, full: Sequence[LayerState], n: int) -> list[LayerState] | None:
         """The layers of a snapshot, those that it leaves out from the whole cache; None unless they stand at ``n``."""
@@ -131,10 +137,17 @@ class OwnBlocks:
             return None
         if len(states) != len(full) or any(layer.get("token_count", n) != n for layer in layers):
             return None
-        left_out = [not any(state.slots for _, state in walk([layer])) for layer in states]
-        states = [_at(whole, n) if out else state for state, whole, out in zip(states, full, left_out, strict=True)]
-        windows = {state.offset for _, state in walk(states) if _has(state, "window")}
-        return states if windows <= {n} else None
+        merged = []
+        for state, whole in zip(states, full, strict=True):
+            held = [part for _, part in walk([state]) if part.slots]
+            # What is left out comes from the whole cache, where only rows can be those of an earlier end.
+            if not held and any(_has(part, BOUNDARY.kind) for _, part in walk([whole])):
+                return None
+            if any(part.offset not in (None, n) for part in held if not _has(part, BOUNDARY.kind)):
+                return None
+            merged.append(state if held else _at(whole, n))
+        windows = {state.offset for _, state in walk(merged) if _has(state, "window")}
+        return merged if windows <= {n} else None
 
     def _deepest(self, chain: HashChain, limit: int) -> Boundary:
         rows = self._store.longest_prefix(chain.keys, chain.root, self._size)
@@ -142,11 +155,10 @@ class OwnBlocks:
         for block in reversed(range(blocks)):
             if self._stands(chain, block):
                 key = chain.key(block)
-                heads = {
-                    reach: chain.key((reach.keep - 1) // self._size) for reach in self._needs.windows if reach.keep
-                }
-                windows = dict.fromkeys(self._needs.windows, key)
                 n = (block + 1) * self._size
+                kept = [reach for reach in self._needs.windows if reach.keep and reach.first_row(n)]
+                heads = {reach: chain.key((reach.keep - 1) // self._size) for reach in kept}
+                windows = dict.fromkeys(self._needs.windows, key)
                 return Boundary(n, chain.keys[: block + 1], "complete", None, n, key, windows, heads)
         return Boundary(0, [], "no_checkpoint" if blocks else "no_match", None)
 
@@ -186,6 +198,15 @@ def _at(state: LayerState, n: int) -> LayerState:
     """The state with the token count ``n``; it holds the rows up to there."""
     children = tuple(_at(child, n) for child in state.children)
     return replace(state, children=children, offset=None if state.offset is None or not state.slots else n)
+
+
+def _check_complete(states: Sequence[LayerState]) -> None:
+    """ValueError for a layer that counts tokens and holds none beside others that hold some: blocks without its rows
+    would stand in the way of those that have them."""
+    leaves = [(path, state) for path, state in walk(states) if not state.children]
+    empty = [path for path, state in leaves if state.offset == 0 and not state.slots]
+    if empty and any(state.slots for _, state in leaves):
+        raise ValueError(f"layer {empty[0]} holds nothing beside others that hold tokens")
 
 
 def _standing(states: Sequence[LayerState], tokens: int, size: int) -> tuple[int, int]:

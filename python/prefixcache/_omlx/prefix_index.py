@@ -14,14 +14,22 @@ PrefixEntry = tuple[int, Sequence[int], int]
 PrefixIndex = MutableMapping[bytes, PrefixEntry]
 
 
-class FirstIds(Sequence[int]):
-    """The first ``count`` of block ids that many prefixes share, so that an index is linear in blocks. Immutable."""
+class ChainedIds(Sequence[int]):
+    """Block ids of a prefix: its own last one, and those of the prefix before it, so that an index is linear in blocks.
 
-    __slots__ = ("_count", "_ids")
+    Immutable; equal to any sequence of the same ids.
+    """
 
-    def __init__(self, ids: tuple[int, ...], count: int) -> None:
-        self._ids = ids
-        self._count = count
+    __slots__ = ("_before", "_count", "_last")
+
+    def __init__(self, before: ChainedIds | None, last: int) -> None:
+        self._before = before
+        self._last = last
+        self._count: int = 1 if before is None else len(before) + 1
+
+    def continues(self, before: ChainedIds | None, last: int) -> bool:
+        """Whether it is what these two would make."""
+        return self._before is before and self._last == last
 
     def __len__(self) -> int:
         return self._count
@@ -31,14 +39,15 @@ class FirstIds(Sequence[int]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[int]: ...
     def __getitem__(self, index: int | slice) -> int | Sequence[int]:
-        if isinstance(index, slice):
-            return self._ids[: self._count][index]
-        if not -self._count <= index < self._count:
-            raise IndexError(f"block {index} of {self._count}")
-        return self._ids[index if index >= 0 else self._count + index]
+        return list(self)[index]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._ids[: self._count])
+        ids = []
+        node: ChainedIds | None = self
+        while node is not None:
+            ids.append(node._last)
+            node = node._before
+        return reversed(ids)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Sequence) and not isinstance(other, str | bytes):
@@ -46,7 +55,7 @@ class FirstIds(Sequence[int]):
         return NotImplemented
 
     def __hash__(self) -> int:
-        return hash(self._ids[: self._count])
+        return hash(tuple(self))
 
     def __repr__(self) -> str:
         return repr(list(self))
@@ -54,12 +63,16 @@ class FirstIds(Sequence[int]):
 
 def add(index: PrefixIndex, hashes: Sequence[bytes], ids: Sequence[int], block_size: int, most: int) -> None:
     """Enters every prefix of whole blocks; the oldest entries go beyond ``most``."""
-    shared = tuple(ids)
-    for count, value in enumerate(hashes[: len(shared)], 1):
+    before: ChainedIds | None = None
+    for count, (value, block_id) in enumerate(zip(hashes, ids, strict=False), 1):
         # The newest stand last.
-        index.pop(value, None)
-        index[value] = (count * block_size, FirstIds(shared, count), count)
-    while len(index) > max(most, len(shared)):
+        known = index.pop(value, None)
+        node = None if known is None else known[1]
+        if not isinstance(node, ChainedIds) or not node.continues(before, block_id):
+            node = ChainedIds(before, block_id)
+        index[value] = (count * block_size, node, count)
+        before = node
+    while len(index) > max(most, len(ids)):
         del index[next(iter(index))]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from prefixcache._omlx import block_data, prefix_index
 from prefixcache._omlx.block_hash import block_hashes
-from prefixcache._omlx.foreign_blocks import TROUBLE, canonical_types
+from prefixcache._omlx.foreign_blocks import canonical_types
+from prefixcache._omlx.foreign_calls import answer_of
 
 
 class PrivateNames:
@@ -36,11 +37,7 @@ class PrivateNames:
             self.paged_cache.cached_block_hash_to_block.pop(block_hash, block_id)
         if self.paged_ssd_cache is None:
             return
-        try:
-            self.paged_ssd_cache.forget_block(block_hash)
-        except TROUBLE:
-            # It stays where it is and is refused again.
-            return
+        answer_of(self.paged_ssd_cache.forget_block, block_hash)
 
     def _validate_block_cache_data(self, data: Sequence[Any], layer_cache_types: Sequence[str] | None = None) -> bool:
         return block_data.valid(data, layer_cache_types)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 from prefixcache._omlx import foreign_blocks
-from prefixcache._omlx.block_data import block_slices, layer_class, problematic, sequence_length
+from prefixcache._omlx.block_data import block_slices, is_cut, layer_class, problematic, sequence_length
 from prefixcache._omlx.block_hash import block_digests
 from prefixcache._omlx.cache_types import canonical
-from prefixcache._omlx.foreign_blocks import TROUBLE, Expected, canonical_types
+from prefixcache._omlx.foreign_blocks import Expected, canonical_types
+from prefixcache._omlx.foreign_calls import answer_of
 from prefixcache._omlx.own_blocks import OwnBlocks, Snapshots
 from prefixcache._omlx.private_names import PrivateNames
 from prefixcache._omlx.request_tables import HASH_LENGTH, RequestTables, Salts
@@ -60,7 +62,7 @@ class TensorStore(RequestTables, PrivateNames):
         types = self._expected_types()
         with self._lock:
             if types is None:
-                if layers is not None:
+                if layers is not None and len(layers) == len(self._prototypes):
                     self._stored_types = foreign_blocks.type_names(layers, None)
                 types = self._stored_types or [canonical(type(cache).__name__) for cache in self._prototypes]
             form = (manager, self._model_name(), self.expected_num_layers, tuple(types), self.block_size)
@@ -71,19 +73,25 @@ class TensorStore(RequestTables, PrivateNames):
     def _new_own(self, manager: PagedSSDCacheManager, types: Sequence[str]) -> OwnBlocks | None:
         form = (self.expected_num_layers, list(types))
         try:
-            own = OwnBlocks(manager._store, self._prototypes, self._model_name(), form, self.block_size)
-        except (Unsupported, ValueError, TypeError):
+            prototypes = [_prototype(cache, name) for cache, name in zip(self._prototypes, types, strict=True)]
+            own = OwnBlocks(manager._store, prototypes, self._model_name(), form, self.block_size)
+        except (Unsupported, ValueError, TypeError, ImportError):
             return None
         manager._attach_space(self._model_name(), own.space)
         return own
 
-    def _restore_own(self, own: OwnBlocks, hashes: Sequence[bytes]) -> tuple[int, int, list[Any] | None]:
+    def _restore_own(
+        self, own: OwnBlocks, table: BlockTable, hashes: Sequence[bytes], promote: bool
+    ) -> tuple[int, int, list[Any] | None]:
         """(blocks that caches stand at, blocks whose rows are there, caches or None)."""
         forgotten = self.paged_ssd_cache._shown.is_forgotten
         known = takewhile(lambda value: len(value) == HASH_LENGTH and not forgotten(value), hashes)
         ours = list(known)
         restored = own.restore(ours)
         count = 0 if restored.caches is None else restored.n // self.block_size
+        if count == 0 and ours and self.paged_ssd_cache._find(ours[0]) is not None:
+            # Whole blocks that somebody saved through save_block.
+            return self._restore_foreign(table, hashes, promote)
         hot = restored.tiers.get("ram", 0) // self.block_size
         self.paged_ssd_cache._count(loads=count, hits=count, hot_cache_hits=hot, misses=len(hashes) - count)
         return count, count if count == len(hashes) else own.stored(ours), restored.caches
@@ -99,9 +107,13 @@ class TensorStore(RequestTables, PrivateNames):
     ) -> int:
         """How many blocks are stored now."""
         digests = block_digests(len(hashes), self.block_size, *salts)
+        expected = self._expected_types()
         try:
+            if expected is not None and foreign_blocks.type_names(layers, None) != expected:
+                raise Unsupported("structure_mismatch", f"layers of other types than {expected}")
             kept = own.store(hashes, tokens, layers, snapshots, digests)
-        except (Unsupported, ValueError, TypeError):
+        except (Unsupported, ValueError, TypeError, RuntimeError, LookupError, OSError, MemoryError):
+            # What nobody can store: arrays of another thread, snapshots that are gone.
             self.paged_ssd_cache._count(errors=1)
             return 0
         self.paged_ssd_cache._note_parts_saved(hashes[:kept])
@@ -110,11 +122,11 @@ class TensorStore(RequestTables, PrivateNames):
     def _load_foreign(self, hashes: Sequence[bytes], promote: bool) -> foreign_blocks.Loaded:
         manager = self.paged_ssd_cache
 
+        # Stand-ins know one argument.
+        options = {} if promote else {"promote_to_hot_cache": False}
+
         def load_one(value: bytes) -> Any:
-            # Stand-ins know one argument.
-            if promote:
-                return manager.load_block_with_metadata(value)
-            return manager.load_block_with_metadata(value, promote_to_hot_cache=False)
+            return answer_of(manager.load_block_with_metadata, value, otherwise=(None, None), **options)
 
         expected = Expected(self._model_name(), self.expected_num_layers, self.block_size, self._expected_types())
         return foreign_blocks.load(hashes, load_one, expected)
@@ -141,6 +153,13 @@ class TensorStore(RequestTables, PrivateNames):
         write_back: bool,
     ) -> None:
         """Saves the blocks behind the table's one by one, and stops at the first that is refused."""
+        known = CacheTypeRegistry.list_known_class_names()
+        strange = [name for name in foreign_blocks.type_names(layers, config) if name not in known]
+        if strange and type(self.paged_ssd_cache) is PagedSSDCacheManager:
+            # Others decide for themselves whether such a class may come back as plain rows.
+            self.paged_ssd_cache._count(errors=1)
+            return
+        layers = [foreign_blocks.as_omlx(layer, index, config) for index, layer in enumerate(layers)]
         rows = _rows(layers, config, len(hashes) * self.block_size)
         standing = foreign_blocks.stand_at(layers, config)
         for number in range(len(table.block_ids), len(hashes)):
@@ -149,7 +168,9 @@ class TensorStore(RequestTables, PrivateNames):
                 return
             block_id = self._take_mapped(value)
             if block_id is None or value in self._lacking:
-                snapshot = snapshots[end] if snapshots is not None and end in snapshots else None
+                snapshot = answer_of(snapshots.__getitem__, end) if snapshots is not None and end in snapshots else None
+                if snapshot is not None:
+                    snapshot = [foreign_blocks.as_omlx(layer, index, config) for index, layer in enumerate(snapshot)]
                 if snapshot is not None and foreign_blocks.stand_at(snapshot, config) not in (None, end):
                     snapshot = None
                 # Where nothing tells what the states are those of, callers rely on their being stored.
@@ -179,18 +200,17 @@ class TensorStore(RequestTables, PrivateNames):
     def _save_one(self, value: bytes, data: Any, types: list[str], metas: list[Any], write_back: bool) -> bool:
         # Stand-ins do not know what is the default.
         options = {} if write_back else {"hot_cache_write_back": False}
-        try:
-            saved = self.paged_ssd_cache.save_block(
-                block_hash=value,
-                cache_data=data,
-                token_count=self.block_size,
-                model_name=self._model_name(),
-                layer_cache_types=types,
-                layer_meta_states=metas,
-                **options,
-            )
-        except TROUBLE:
-            return False
+        saved = answer_of(
+            self.paged_ssd_cache.save_block,
+            block_hash=value,
+            cache_data=data,
+            token_count=self.block_size,
+            model_name=self._model_name(),
+            layer_cache_types=types,
+            layer_meta_states=metas,
+            otherwise=False,
+            **options,
+        )
         with self._lock:
             self._lacking.pop(value, None)
             if saved and any(problematic(data, types)):
@@ -203,12 +223,7 @@ class TensorStore(RequestTables, PrivateNames):
 def made_caches(model: Any) -> list[Any]:
     """A model's own fresh caches, one a layer; [] if it does not tell."""
     make = getattr(model, "make_cache", None)
-    if make is None:
-        return []
-    try:
-        caches = make()
-    except TROUBLE:
-        return []
+    caches = None if make is None else answer_of(make)
     return caches if isinstance(caches, list) else []
 
 
@@ -229,10 +244,21 @@ def _rows(layers: Layers, config: Any, tokens: int) -> int:
     rows = [
         sequence_length([layer])
         for index, layer in enumerate(layers)
-        if _is_plain(canonical(layer_class(layer, index, config)))
+        if _has_rows(layer, canonical(layer_class(layer, index, config)))
     ]
     return min([tokens, *rows])
 
 
-def _is_plain(name: str) -> bool:
+def _has_rows(layer: Mapping[str, Any], name: str) -> bool:
+    """Whether the layer is cut into rows, one for each token."""
+    if name == "CacheList":
+        return is_cut(layer)
     return bool(CacheTypeRegistry.get_handler_by_class_name(name).supports_block_slicing)
+
+
+def _prototype(cache: Any, name: str) -> Any:
+    """The model's own cache; where a server turns its rows into TurboQuant's, one of the package they come from."""
+    if name != "TurboQuantKVCache" or type(cache).__name__ != "KVCache":
+        return cache
+    module: Any = importlib.import_module("mlx_vlm.models.cache")
+    return module.KVCache()
