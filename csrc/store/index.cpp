@@ -16,7 +16,7 @@ PartRecord* Index::find(const Key& key, Part part) const {
   return entry == nullptr ? nullptr : entry->parts[static_cast<int>(part)].get();
 }
 
-Entry& Index::entry(const Key& key, std::uint64_t parent_prefix, std::int64_t depth) {
+Entry& Index::entry(const Key& key, std::uint64_t parent_prefix, std::int64_t depth, bool is_old) {
   auto& slot = entries_[key];
   if (slot == nullptr) {
     slot = std::make_unique<Entry>();
@@ -24,8 +24,10 @@ Entry& Index::entry(const Key& key, std::uint64_t parent_prefix, std::int64_t de
     slot->parent_prefix = parent_prefix;
     slot->depth = depth;
     Family& family = children_[parent_prefix];
-    family.all.push_back(slot.get());
-    family.unread.push_back(slot.get());
+    slot->place = is_old ? --oldest_place_ : ++newest_place_;
+    for (auto* list : {&family.all, &family.unread}) {
+      is_old ? list->push_front(slot.get()) : list->push_back(slot.get());
+    }
   }
   return *slot;
 }
@@ -51,7 +53,10 @@ void Index::set_text(Entry& entry, BlockText text) {
   if (entry.text != nullptr) return;
   entry.text = std::make_shared<BlockText>(std::move(text));
   const auto& tokens = entry.text->tokens;
-  if (!tokens.empty()) children_[entry.parent_prefix].by_first_token[tokens[0]].push_back(&entry);
+  if (tokens.empty()) return;
+  auto& same = children_[entry.parent_prefix].by_first_token[tokens[0]];
+  const auto older = [](const Entry* a, const Entry* b) { return a->place < b->place; };
+  same.insert(std::upper_bound(same.begin(), same.end(), &entry, older), &entry);
 }
 
 PartRecord* Index::parent_of(const PartRecord& record) const {
@@ -138,23 +143,23 @@ void Index::use(PartRecord& record, double now, double date_every, std::vector<P
 
 namespace {
 
-const std::vector<Entry*> kNone;
+const std::deque<Entry*> kNone;
 
 }  // namespace
 
-const std::vector<Entry*>& Index::children(std::uint64_t parent_prefix) const {
+const std::deque<Entry*>& Index::children(std::uint64_t parent_prefix) const {
   const auto found = children_.find(parent_prefix);
   return found == children_.end() ? kNone : found->second.all;
 }
 
-const std::vector<Entry*>& Index::children(std::uint64_t parent_prefix, std::uint32_t first_token) const {
+const std::deque<Entry*>& Index::children(std::uint64_t parent_prefix, std::uint32_t first_token) const {
   const auto family = children_.find(parent_prefix);
   if (family == children_.end()) return kNone;
   const auto found = family->second.by_first_token.find(first_token);
   return found == family->second.by_first_token.end() ? kNone : found->second;
 }
 
-const std::vector<Entry*>& Index::unread_children(std::uint64_t parent_prefix) {
+const std::deque<Entry*>& Index::unread_children(std::uint64_t parent_prefix) {
   const auto found = children_.find(parent_prefix);
   if (found == children_.end()) return kNone;
   auto& unread = found->second.unread;

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <list>
 #include <memory>
 #include <unordered_map>
@@ -86,6 +87,7 @@ struct Entry {
   Key parent;
   bool parent_known = false;  // files found on disk tell only its first 8 bytes until they are read
   std::int64_t depth = 0;
+  std::int64_t place = 0;                 // among all, the oldest first
   std::shared_ptr<const BlockText> text;  // null until known
   std::array<std::unique_ptr<PartRecord>, kPartCount> parts;
 };
@@ -95,8 +97,8 @@ class Index {
   Entry* find(const Key& key) const;
   PartRecord* find(const Key& key, Part part) const;
 
-  // The entry of `key`, made if it is new.
-  Entry& entry(const Key& key, std::uint64_t parent_prefix, std::int64_t depth);
+  // The entry of `key`, made if it is new: as the newest child of its parent, or as the oldest.
+  Entry& entry(const Key& key, std::uint64_t parent_prefix, std::int64_t depth, bool is_old = false);
   PartRecord& part(Entry& entry, Part part);
   void renew(PartRecord& record) { record.version = ++versions_; }
   void set_parent(Entry& entry, const Key& parent);
@@ -119,11 +121,11 @@ class Index {
   // As touch, for what was asked for: appends the records whose files have a time older than `date_every` seconds.
   void use(PartRecord& record, double now, double date_every, std::vector<PartRecord*>& to_date);
 
-  // In the order in which they came. The second: those whose text is known and begins with `first_token`. The third:
+  // The oldest first. The second: those whose text is known and begins with `first_token`. The third:
   // those whose text or parent is not known yet.
-  const std::vector<Entry*>& children(std::uint64_t parent_prefix) const;
-  const std::vector<Entry*>& children(std::uint64_t parent_prefix, std::uint32_t first_token) const;
-  const std::vector<Entry*>& unread_children(std::uint64_t parent_prefix);
+  const std::deque<Entry*>& children(std::uint64_t parent_prefix) const;
+  const std::deque<Entry*>& children(std::uint64_t parent_prefix, std::uint32_t first_token) const;
+  const std::deque<Entry*>& unread_children(std::uint64_t parent_prefix);
   std::vector<PartRecord*> all() const;
   std::size_t part_count() const { return part_count_; }
   std::size_t ram_count() const { return ram_.order().size(); }
@@ -137,15 +139,17 @@ class Index {
   std::unordered_map<Key, std::unique_ptr<Entry>> entries_;
   // The blocks of one parent.
   struct Family {
-    std::vector<Entry*> all;
-    std::vector<Entry*> unread;  // and some that were read since
-    std::unordered_map<std::uint32_t, std::vector<Entry*>> by_first_token;
+    std::deque<Entry*> all;
+    std::deque<Entry*> unread;  // and some that were read since
+    std::unordered_map<std::uint32_t, std::deque<Entry*>> by_first_token;
   };
 
   std::unordered_map<std::uint64_t, Family> children_;
   ChainLru ram_;
   ChainLru disk_;
   std::size_t part_count_ = 0;
+  std::int64_t newest_place_ = 0;
+  std::int64_t oldest_place_ = 0;
   std::uint64_t versions_ = 0;
 };
 

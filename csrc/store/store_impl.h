@@ -68,7 +68,7 @@ class StoreImpl : public BlockStore {
   void find_unless_known(const PutRequest& request);
   bool already_there(const PutRequest& request);
   bool insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool queued);
-  const std::vector<Entry*>& siblings_of(const PutRequest& request) const;
+  const std::deque<Entry*>& siblings_of(const PutRequest& request) const;
   bool contained_in_sibling(const PutRequest& request) const;
   std::vector<PartRecord*> superseded_by(const PutRequest& request) const;
   void watch_writer();
@@ -100,7 +100,7 @@ class StoreImpl : public BlockStore {
   bool evict_one_from_disk(const Image* newcomer, Status& status);
   PartRecord* disk_victim(const Image* newcomer);
   std::vector<FileToRemove> finish_write(const std::shared_ptr<Image>& image, const Status& status,
-                                         std::uint64_t file_bytes);
+                                         std::uint64_t file_bytes, std::uint64_t& replaced);
   // With the mutex held.
   void leave_disk(PartRecord& record);
   void not_written(PartRecord& record, bool try_again);

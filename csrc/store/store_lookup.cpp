@@ -99,7 +99,7 @@ std::vector<Child> StoreImpl::children(const Key& parent) {
   std::vector<Candidate> candidates;
   {
     Lock lock(mutex_);
-    const std::vector<Entry*> entries = index_.children(layout::parent_prefix(parent));
+    const std::deque<Entry*> entries = index_.children(layout::parent_prefix(parent));
     for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry) {
       const auto& parts = (*entry)->parts;
       const auto any = std::find_if(parts.begin(), parts.end(), [](const auto& p) { return p != nullptr; });

@@ -217,7 +217,7 @@ bool StoreImpl::already_there(const PutRequest& request) {
   return there;
 }
 
-const std::vector<Entry*>& StoreImpl::siblings_of(const PutRequest& request) const {
+const std::deque<Entry*>& StoreImpl::siblings_of(const PutRequest& request) const {
   // One that begins as it does, or the reverse, has its first token.
   const std::uint64_t prefix = layout::parent_prefix(request.parent);
   return request.tokens.empty() ? index_.children(prefix) : index_.children(prefix, request.tokens[0]);

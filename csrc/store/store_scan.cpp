@@ -162,7 +162,9 @@ void StoreImpl::merge(const std::vector<FoundPart>& found, std::uint64_t removal
 }
 
 bool StoreImpl::merge_one(const FoundPart& part, const Key* parent, double last_count) {
-  Entry& entry = index_.entry(part.name.key, part.name.parent_prefix, part.name.depth);
+  // The newest come first, so each is older than those before it.
+  const bool is_old = last_count == 0 || part.modified <= last_count;
+  Entry& entry = index_.entry(part.name.key, part.name.parent_prefix, part.name.depth, is_old);
   if (parent != nullptr && !entry.parent_known) index_.set_parent(entry, *parent);
   PartRecord& record = index_.part(entry, part.name.part);
   record.seen_in_scan = scan_number_;

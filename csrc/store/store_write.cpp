@@ -85,7 +85,9 @@ Status StoreImpl::write_image(const std::shared_ptr<Image>& image) {
       status = directory_->publish(temp, file_name_of(image->header));
       if (!status.is_ok()) directory_->release(file_bytes);
     }
-    remove_files(finish_write(image, status, file_bytes));
+    std::uint64_t replaced = 0;
+    remove_files(finish_write(image, status, file_bytes, replaced));
+    if (replaced != 0) directory_->release(replaced);
   }
   if (status.is_ok()) disk_works();
   // A bound that was reached is no fault of the disk.
@@ -194,7 +196,7 @@ void StoreImpl::not_written(PartRecord& record, bool try_again) {
 }
 
 std::vector<StoreImpl::FileToRemove> StoreImpl::finish_write(const std::shared_ptr<Image>& image, const Status& status,
-                                                             std::uint64_t file_bytes) {
+                                                             std::uint64_t file_bytes, std::uint64_t& replaced) {
   std::vector<FileToRemove> files;
   Lock lock(mutex_);
   const auto& header = image->header;
@@ -214,7 +216,7 @@ std::vector<StoreImpl::FileToRemove> StoreImpl::finish_write(const std::shared_p
     return files;
   }
   // A narrower part that it took the place of.
-  if (record->on_disk) directory_->release(record->file_bytes);
+  if (record->on_disk) replaced = record->file_bytes;
   record->waiting = record->leaving = false;
   record->on_disk = true;
   record->file_is_older = false;

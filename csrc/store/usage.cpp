@@ -143,9 +143,4 @@ bool Usage::others_reserved() {
   return std::exchange(others_seen_, others) != others;
 }
 
-std::uint64_t Usage::used() const {
-  std::lock_guard guard(mutex_);
-  return used_;
-}
-
 }  // namespace prefixcache::store

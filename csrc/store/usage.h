@@ -6,6 +6,7 @@
 // Errors:  IOError where the file cannot be locked, read or written; NotFound where the sum is not known: count first.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -34,8 +35,8 @@ class Usage {
   // Whether others have reserved anything since this was asked last.
   bool others_reserved();
 
-  // As last seen.
-  std::uint64_t used() const;
+  // As last seen. Waits for nothing.
+  std::uint64_t used() const { return used_.load(); }
 
  private:
   struct Record {
@@ -51,8 +52,8 @@ class Usage {
 
   Env& env_;
   const std::string path_;
-  mutable std::mutex mutex_;
-  std::uint64_t used_ = 0;
+  std::mutex mutex_;  // held while the file is locked
+  std::atomic<std::uint64_t> used_{0};
   std::uint64_t unsaid_bytes_ = 0;
   std::uint64_t unsaid_files_ = 0;
   std::uint64_t own_removed_ = 0;  // since the last count

@@ -115,7 +115,8 @@ class PrefixCache:
         default); an explicit ``namespace`` (1..128 characters of ``[A-Za-z0-9._-]``) and empty prototype ``caches``,
         one a layer, may replace it. ``block_size`` is in tokens. ``ram``, ``disk`` and ``queue`` (what may wait to be
         written; default: half of ``ram``, at least 1 GB) are bytes or texts such as ``"4GB"``; ``ram=0`` means no RAM
-        tier. ``write``: ``"through"``, or ``"ram_only"`` (then ``directory`` may be None). ``verify``: checksums are
+        tier. ``write``: ``"through"``, ``"back"`` (when a part leaves the RAM, at ``flush`` and at ``close``), or
+        ``"ram_only"`` (then ``directory`` may be None). ``verify``: checksums are
         compared on the ``"first"`` read of a block since open, ``"always"`` or ``"never"``. ``threads``: for copies; 0
         chooses. ``state_interval``: of the recurrent states of a growing conversation the newest are kept, and one
         every so many tokens (rounded up to whole blocks).

@@ -138,7 +138,8 @@ TEST(Index, RandomTreesKeepParentsInFront) {
 TEST(Index, ChildrenAreFoundByTheirFirstToken) {
   Index index;
   const std::uint64_t parent = 7;
-  std::vector<Entry*> entries;
+  using Entries = std::deque<Entry*>;
+  Entries entries;
   for (std::uint32_t i = 0; i < 6; ++i) {
     Key key{};
     key.bytes[0] = static_cast<std::uint8_t>(i);
@@ -153,19 +154,37 @@ TEST(Index, ChildrenAreFoundByTheirFirstToken) {
     index.set_text(*entries[i], {{99}, {}});
   }
   const auto family = [&](std::uint32_t token) { return index.children(parent, token); };
-  EXPECT_EQ(family(10), (std::vector<Entry*>{entries[0], entries[2], entries[4]}));
-  EXPECT_EQ(family(11), (std::vector<Entry*>{entries[1], entries[3]}));
+  EXPECT_EQ(family(10), (Entries{entries[0], entries[2], entries[4]}));
+  EXPECT_EQ(family(11), (Entries{entries[1], entries[3]}));
   EXPECT_TRUE(family(99).empty());
   EXPECT_TRUE(index.children(8, 10).empty());
-  EXPECT_EQ(index.unread_children(parent), std::vector<Entry*>{entries[5]});
+  EXPECT_EQ(index.unread_children(parent), Entries{entries[5]});
   EXPECT_EQ(index.children(parent), entries);
   for (const int gone : {2, 1, 3}) index.remove(*entries[gone]->parts[0]);
-  EXPECT_EQ(family(10), (std::vector<Entry*>{entries[0], entries[4]}));
+  EXPECT_EQ(family(10), (Entries{entries[0], entries[4]}));
   EXPECT_TRUE(family(11).empty());
   EXPECT_EQ(index.children(parent).size(), 3u);
   for (const int gone : {0, 4, 5}) index.remove(*entries[gone]->parts[0]);
   EXPECT_TRUE(index.children(parent).empty());
   EXPECT_TRUE(index.unread_children(parent).empty());
+}
+
+TEST(Index, ChildrenStayInTheirOrderHoweverTheyAreFoundAndRead) {
+  Index index;
+  std::deque<Entry*> wanted;
+  for (std::uint8_t i = 0; i < 8; ++i) {
+    Key key{};
+    key.bytes[0] = i;
+    // Newest first, as a directory is taken in; then newer ones.
+    const bool is_old = i < 4;
+    Entry& entry = index.entry(key, 7, 4, is_old);
+    index.part(entry, Part::kv);
+    is_old ? wanted.push_front(&entry) : wanted.push_back(&entry);
+  }
+  EXPECT_EQ(index.children(7), wanted);
+  EXPECT_EQ(index.unread_children(7), wanted);
+  for (const int i : {5, 0, 7, 2, 3, 1, 6, 4}) index.set_text(*wanted[static_cast<std::size_t>(i)], {{1}, {}});
+  EXPECT_EQ(index.children(7, 1), wanted);
 }
 
 }  // namespace

@@ -130,7 +130,7 @@ TEST_F(StoreStall, RamServesMeanwhile) {
 TEST_F(StoreStall, PutsGoOnInRamAndReachTheDiskLater) {
   options_.ram_bytes = 64 * kPage;
   options_.queue_bytes = 3 * kPage;
-  for (const char* call : {"write", "rename"}) {
+  for (const char* call : {"write", "rename", "lock"}) {
     const auto store = open_and_wait(0);
     disk_.stall(call);
     const auto blocks = chain(12, 4, static_cast<std::uint32_t>(call[0]));
@@ -164,6 +164,7 @@ TEST_F(StoreStall, RemovalsSayThatTheyDidNotEnd) {
   disk_.stall("remove");
   const std::vector<Part> kv = {Part::kv};
   EXPECT_EQ(store->erase(testing::keys_of(blocks), kv).error_number(), ETIMEDOUT);
+  EXPECT_LT(seconds([&] { EXPECT_TRUE(store->stats().degraded); }), kBound) << "whoever asks how it is gets an answer";
   disk_.let_go();
   EXPECT_TRUE(soon([&] { return dir_.parts().empty(); }));
   EXPECT_TRUE(soon([&] { return store->stats().disk_bytes == 0; }));

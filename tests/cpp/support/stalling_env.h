@@ -14,7 +14,7 @@ namespace prefixcache::testing {
 
 class StallingEnv : public FaultyEnv {
  public:
-  // Calls of this name wait: open, read, stat, list, write, rename, remove, date.
+  // Calls of this name wait: open, read, stat, list, write, rename, remove, lock, date.
   void stall(const std::string& call) {
     std::lock_guard lock(gate_);
     stalled_.insert(call);
@@ -55,6 +55,10 @@ class StallingEnv : public FaultyEnv {
   Status list(const std::string& path, std::vector<DirEntry>& out) override {
     wait("list");
     return FaultyEnv::list(path, out);
+  }
+  Status lock(const std::string& path, double seconds, std::unique_ptr<LockedFile>& out) override {
+    wait("lock");
+    return FaultyEnv::lock(path, seconds, out);
   }
   Status set_modified(const std::string& path, double time) override {
     wait("date");
