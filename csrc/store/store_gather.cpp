@@ -71,6 +71,7 @@ Status StoreImpl::open_file_now(const Key& key, Part part, Source& out) {
     if (record == nullptr || !record->on_disk) return {StatusCode::NotFound, "block " + key.hex() + " is not stored"};
     name = name_of(*record);
   }
+  if (Status status = directory_->check_way(name); !status.is_ok()) return status;
   if (Status status = PartFile::open(env_, directory_->path_of(name), name, out.file); !status.is_ok()) return status;
   Lock lock(mutex_);
   PartRecord* record = index_.find(key, part);
