@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -97,15 +98,21 @@ def check_what_is_left(directory: Path, writers: int, chance: random.Random) -> 
     return served
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.long)])
-def test_a_kill_at_any_instant_costs_a_miss(tmp_path: Path, kills: int) -> None:
+AT_LENGTH = [pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((1, 200), (2, 100))]
+
+
+@pytest.mark.parametrize(("writers", "kills"), [(1, 10), (2, 5), *AT_LENGTH])
+def test_a_kill_at_any_instant_costs_a_miss(tmp_path: Path, writers: int, kills: int) -> None:
     directory = tmp_path / "cache"
     chance = random.Random(kills)
     served = 0
-    with Workers(directory) as workers:
+    with ExitStack() as stack:
+        all_workers = [stack.enter_context(Workers(directory)) for _ in range(writers)]
         for number in range(kills):
-            workers.start(number)
-            time.sleep(chance.uniform(0, 0.5))
-            workers.kill()
-            served += check_what_is_left(directory, 1, chance)
+            for place, workers in enumerate(all_workers):
+                workers.start(writers * number + place)
+            for workers in all_workers:
+                time.sleep(chance.uniform(0, 0.5))
+                workers.kill()
+            served += check_what_is_left(directory, writers, chance)
     assert served > 0
