@@ -17,6 +17,7 @@ from kill_child import MODELS, prompt
 from sessions import open_for, serve
 from support import all_files, part_files
 
+from prefixcache import PrefixCache
 from prefixcache.maintenance import verify
 
 HERE = Path(__file__).parent
@@ -70,6 +71,16 @@ def temporary(directory: Path) -> list[Path]:
     return [path for path in all_files(directory) if path.name.startswith(".tmp-")]
 
 
+def wait_until_counted(cache: PrefixCache, directory: Path) -> None:
+    """A cache lists its directory while it serves. Then it knows what is there, to the byte."""
+    there = sum(path.stat().st_size for path in all_files(directory))
+    until = time.monotonic() + 30
+    while cache.stats()["disk_bytes"] != there:
+        assert time.monotonic() < until, f"{cache.stats()['disk_bytes']} bytes are counted, {there} are there"
+        time.sleep(0.01)
+        there = sum(path.stat().st_size for path in all_files(directory))
+
+
 def check_what_is_left(directory: Path, writers: int, chance: random.Random) -> int:
     """After a kill. Returns tokens that were served, all of them right."""
     sizes = [path.stat().st_size for path in all_files(directory)]
@@ -84,9 +95,8 @@ def check_what_is_left(directory: Path, writers: int, chance: random.Random) -> 
     served = 0
     for model in MODELS:
         with open_for(model, directory, ram=0, disk=CAP) as cache:
+            wait_until_counted(cache, directory)
             assert not old or not temporary(directory)
-            stats = cache.stats()
-            assert stats["disk_bytes"] == sum(path.stat().st_size for path in all_files(directory))
             for _ in range(4):
                 served += serve(cache, prompt(chance), record=False).cached_tokens
             cache.flush()
