@@ -87,6 +87,13 @@ std::string Directory::path_of(const layout::NameInfo& name) const {
   return folder_of(name.key) + "/" + layout::file_name(name);
 }
 
+Status Directory::check_way(const layout::NameInfo& name) {
+  for (const std::string& path : {versioned_, own_, folder_of(name.key)}) {
+    if (Status status = check_folder(path); !status.is_ok()) return status;
+  }
+  return Status::ok();
+}
+
 Status Directory::scan(std::vector<FoundPart>& parts) {
   std::lock_guard scanning(scan_mutex_);
   parts.clear();
@@ -183,7 +190,7 @@ Status Directory::write(const layout::NameInfo& name, std::span<const std::span<
                         std::string& temp) {
   const std::string folder = folder_of(name.key);
   temp = folder + "/" + std::string(kTempPrefix) + temp_tag_ + std::to_string(++temp_counter_);
-  Status status = check_folder(folder);
+  Status status = check_way(name);
   if (status.is_ok()) status = env_.write_new(temp, pieces);
   if (status.code() == StatusCode::NotFound) {
     // First block in this folder, or somebody removed the tree.
@@ -210,6 +217,9 @@ Status Directory::publish(const std::string& temp, const layout::NameInfo& name)
 }
 
 Status Directory::remove(const layout::NameInfo& name, std::uint64_t bytes) {
+  // What lies behind a link is not ours.
+  const Status way = check_way(name);
+  if (!way.is_ok() && way.code() != StatusCode::NotFound) return way;
   bool told = true;
   Status status = usage_.remove(path_of(name), bytes, told);
   if (!told) count_wanted_ = true;

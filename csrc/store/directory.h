@@ -49,6 +49,9 @@ class Directory {
   Status look(std::vector<FoundPart>& parts);
 
   std::string path_of(const layout::NameInfo& name) const;
+  // Whether the folders on the way to a part are folders: what lies behind a link is not ours to read or to remove.
+  // NotFound where one is missing.
+  Status check_way(const layout::NameInfo& name);
   // Room for a file, below `limit` for all that lies below the root. NotFound: scan() first.
   Status reserve(std::uint64_t bytes, std::uint64_t limit, bool& granted);
   void release(std::uint64_t bytes) { usage_.release(bytes); }

@@ -67,10 +67,16 @@ Status StoreImpl::open_file_now(const Key& key, Part part, Source& out) {
   {
     Lock lock(mutex_);
     PartRecord* record = index_.find(key, part);
-    out.version = record == nullptr ? 0 : record->version;
-    if (record == nullptr || !record->on_disk) return {StatusCode::NotFound, "block " + key.hex() + " is not stored"};
+    if (record == nullptr) return {StatusCode::NotFound, "block " + key.hex() + " is not stored"};
+    out.version = record->version;
+    if (record->image != nullptr) {
+      // Put since it was looked up.
+      out.image = record->image;
+      return Status::ok();
+    }
     name = name_of(*record);
   }
+  if (Status status = directory_->check_way(name); !status.is_ok()) return status;
   if (Status status = PartFile::open(env_, directory_->path_of(name), name, out.file); !status.is_ok()) return status;
   Lock lock(mutex_);
   PartRecord* record = index_.find(key, part);

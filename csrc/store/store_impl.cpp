@@ -97,11 +97,12 @@ void StoreImpl::drop(PartRecord& record, std::vector<FileToRemove>& files) {
 
 Status StoreImpl::remove_files(const std::vector<FileToRemove>& files) {
   Status first;
-  if (!files.empty()) ++removals_;
   for (const auto& file : files) {
     Status status = directory_->remove(file.name, file.bytes);
     if (!status.is_ok() && first.is_ok()) first = std::move(status);
   }
+  // Only now: a listing that began after the number had changed could still show a file that was about to go.
+  if (!files.empty()) ++removals_;
   if (directory_ != nullptr && directory_->count_wanted()) writer_->poke();
   return first;
 }

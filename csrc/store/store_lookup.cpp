@@ -58,6 +58,7 @@ bool StoreImpl::find_on_disk_now(const Key& key, const Key& parent, std::int64_t
   FileInfo info;
   const layout::NameInfo name{key, layout::parent_prefix(parent), depth, part};
   std::lock_guard names_lock(names_mutex_);
+  if (!directory_->check_way(name).is_ok()) return false;
   if (!env_.stat(directory_->path_of(name), info).is_ok() || !info.is_regular) return false;
   Lock lock(mutex_);
   Entry& entry = index_.entry(key, name.parent_prefix, depth);

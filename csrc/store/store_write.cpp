@@ -210,6 +210,12 @@ std::vector<StoreImpl::FileToRemove> StoreImpl::finish_write(const std::shared_p
   }
   ++stats_.written_parts;
   stats_.written_bytes += file_bytes;
+  if (!wanted && record != nullptr && record->on_disk) {
+    // A fuller image came meanwhile, and is still to be written. The file that it knew of is now this one.
+    directory_->release(record->file_bytes);
+    record->file_bytes = file_bytes;
+    return files;
+  }
   if (!wanted) {
     // Erased while it was being written. If it was put again meanwhile, that write is still to come.
     files.push_back({file_name_of(header), file_bytes});

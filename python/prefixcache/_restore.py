@@ -169,12 +169,17 @@ class _Reading:
         return True
 
     def joined(self, template: Sequence[LayerState]) -> dict[str, mx.array]:
-        """The arrays by slot name, which leave this object; kept first rows stand before those of their window."""
+        """The arrays by slot name, which leave this object; kept first rows stand before those of their window.
+        ValueError where the two do not fit together."""
         arrays, self.arrays = self.arrays, {}
         if self.heads:
             axes = {name: slot.seq_axis for name, slot in flatten(template)}
             for name in self.heads.keys() & arrays.keys():
-                arrays[name] = mx.concatenate([self.heads[name], arrays[name]], axis=axes.get(name) or 0)
+                head, rows, axis = self.heads[name], arrays[name], axes.get(name)
+                # MLX would make one dtype of two, and an axis out of bounds an IndexError.
+                if axis is None or axis >= min(head.ndim, rows.ndim) or head.dtype != rows.dtype:
+                    raise ValueError(f"{name}: its first rows are of another form than those of its window")
+                arrays[name] = mx.concatenate([head, rows], axis=axis)
             mx.eval(list(arrays.values()))
         return arrays
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kill_child import MODELS, prompt
 from sessions import open_for, serve
 from support import all_files, part_files
 
+from prefixcache import PrefixCache
 from prefixcache.maintenance import verify
 
 HERE = Path(__file__).parent
@@ -69,6 +71,16 @@ def temporary(directory: Path) -> list[Path]:
     return [path for path in all_files(directory) if path.name.startswith(".tmp-")]
 
 
+def wait_until_counted(cache: PrefixCache, directory: Path) -> None:
+    """A cache lists its directory while it serves. Then it knows what is there, to the byte."""
+    there = sum(path.stat().st_size for path in all_files(directory))
+    until = time.monotonic() + 30
+    while cache.stats()["disk_bytes"] != there:
+        assert time.monotonic() < until, f"{cache.stats()['disk_bytes']} bytes are counted, {there} are there"
+        time.sleep(0.01)
+        there = sum(path.stat().st_size for path in all_files(directory))
+
+
 def check_what_is_left(directory: Path, writers: int, chance: random.Random) -> int:
     """After a kill. Returns tokens that were served, all of them right."""
     sizes = [path.stat().st_size for path in all_files(directory)]
@@ -83,9 +95,8 @@ def check_what_is_left(directory: Path, writers: int, chance: random.Random) -> 
     served = 0
     for model in MODELS:
         with open_for(model, directory, ram=0, disk=CAP) as cache:
+            wait_until_counted(cache, directory)
             assert not old or not temporary(directory)
-            stats = cache.stats()
-            assert stats["disk_bytes"] == sum(path.stat().st_size for path in all_files(directory))
             for _ in range(4):
                 served += serve(cache, prompt(chance), record=False).cached_tokens
             cache.flush()
@@ -97,15 +108,21 @@ def check_what_is_left(directory: Path, writers: int, chance: random.Random) -> 
     return served
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.long)])
-def test_a_kill_at_any_instant_costs_a_miss(tmp_path: Path, kills: int) -> None:
+AT_LENGTH = [pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((1, 200), (2, 100))]
+
+
+@pytest.mark.parametrize(("writers", "kills"), [(1, 10), (2, 5), *AT_LENGTH])
+def test_a_kill_at_any_instant_costs_a_miss(tmp_path: Path, writers: int, kills: int) -> None:
     directory = tmp_path / "cache"
     chance = random.Random(kills)
     served = 0
-    with Workers(directory) as workers:
+    with ExitStack() as stack:
+        all_workers = [stack.enter_context(Workers(directory)) for _ in range(writers)]
         for number in range(kills):
-            workers.start(number)
-            time.sleep(chance.uniform(0, 0.5))
-            workers.kill()
-            served += check_what_is_left(directory, 1, chance)
+            for place, workers in enumerate(all_workers):
+                workers.start(writers * number + place)
+            for workers in all_workers:
+                time.sleep(chance.uniform(0, 0.5))
+                workers.kill()
+            served += check_what_is_left(directory, writers, chance)
     assert served > 0

@@ -61,6 +61,26 @@ TEST_F(StoreRaces, AFullerWindowWhileTheNarrowerOneIsOpened) {
   }
 }
 
+TEST_F(StoreRaces, AFullerWindowThatFindsNoRoomWhileTheOneBeforeIsWritten) {
+  const auto specs = testing::one_page();  // a quarter of it a row
+  options_.disk_bytes = 9 * testing::kPage / 4 + 4096;
+  const auto store = open();
+  ASSERT_TRUE(put_window(*store, block_, 5, 8, kGroup, specs).is_ok());
+  ASSERT_TRUE(store->flush().is_ok());
+  env_.hold_writes();
+  ASSERT_TRUE(put_window(*store, block_, 3, 8, kGroup, specs).is_ok());
+  env_.wait_for_write();
+  ASSERT_TRUE(put_window(*store, block_, 0, 8, kGroup, specs).is_ok());
+  env_.release_writes();
+  EXPECT_TRUE(store->flush().is_ok());
+  EXPECT_EQ(store->stats().disk_bytes, dir_.bytes());
+  auto request = testing::request_for({block_}, 3, 8);
+  request.part = Part::win;
+  request.group = kGroup;
+  testing::expect_rows(store->gather(request), {block_}, 3, 8, -1, specs);
+  EXPECT_EQ(store->stats().lost_parts, 0u);
+}
+
 TEST_F(StoreRaces, ErasedAndPutAgainWhileItIsOpened) {
   prepare({block_});
   const auto store = open();

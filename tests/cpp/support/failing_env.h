@@ -15,7 +15,7 @@
 
 namespace prefixcache::testing {
 
-enum class Call { open, read, map, write, rename, remove, stat, list, make, check };
+enum class Call { open, read, map, write, rename, remove, stat, list, make, check, lock, date };
 
 enum class Fault {
   error,        // the call answers with an errno and does nothing
@@ -118,6 +118,14 @@ class FailingEnv : public FaultyEnv {
     Status status = fail(Call::check, path);
     return status.is_ok() ? FaultyEnv::check_private(path) : status;
   }
+  Status lock(const std::string& path, double seconds, std::unique_ptr<LockedFile>& out) override {
+    Status status = fail(Call::lock, path);
+    return status.is_ok() ? FaultyEnv::lock(path, seconds, out) : status;
+  }
+  Status set_modified(const std::string& path, double time) override {
+    Status status = fail(Call::date, path);
+    return status.is_ok() ? FaultyEnv::set_modified(path, time) : status;
+  }
 
  private:
   class File : public ReadableFile {
@@ -177,7 +185,7 @@ class FailingEnv : public FaultyEnv {
   std::atomic<bool> lasting_{false};
   std::mutex calls_mutex_;
   std::vector<Call> calls_;
-  std::atomic<std::size_t> failed_[10] = {};
+  std::atomic<std::size_t> failed_[12] = {};
 };
 
 }  // namespace prefixcache::testing
