@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prefixcache._omlx import prefix_index
-from prefixcache._omlx.foreign_blocks import TROUBLE
+from prefixcache._omlx.foreign_calls import answer_of
 from prefixcache._omlx.own_blocks import Snapshots
 from prefixcache._omlx.tensor_store import TensorStore, layer_count, made_caches
 from prefixcache.interface import CacheManager
@@ -70,7 +70,7 @@ class BlockAwarePrefixCache(TensorStore, CacheManager):
             # Such as the negative numbers that stand for images somewhere.
             hashes = []
         self._own_blocks()
-        with self._lock:
+        with self._lock, self.paged_cache._lock:
             self._tokens_requested += len(tokens)
             blocks = self.paged_cache._acquire(hashes)
             ids = [block.block_id for block in blocks]
@@ -84,8 +84,8 @@ class BlockAwarePrefixCache(TensorStore, CacheManager):
             self._tokens_matched += matched
             self._give_back(request_id)
             table = self.paged_cache.create_block_table(request_id)
-            table.block_ids.extend(ids)
-            table.num_tokens, table._found = matched, True
+            self.paged_cache._add_blocks(table, ids, self.block_size)
+            table._found = True
             self._fetched[request_id] = table
         return table, tokens[matched:]
 
@@ -94,10 +94,7 @@ class BlockAwarePrefixCache(TensorStore, CacheManager):
         preload = getattr(self.paged_ssd_cache, "preload_matched_blocks", None)
         if preload is None:
             return 0
-        try:
-            count = preload(self._table_hashes(block_table))
-        except TROUBLE:
-            return 0
+        count = answer_of(preload, self._table_hashes(block_table), otherwise=0)
         return count if isinstance(count, int) else 0
 
     def reconstruct_cache(self, block_table: BlockTable, promote_to_hot_cache: bool = True) -> list[Any] | None:
@@ -113,7 +110,7 @@ class BlockAwarePrefixCache(TensorStore, CacheManager):
         if own is None:
             count, sound, caches = self._restore_foreign(block_table, hashes, promote_to_hot_cache)
         else:
-            count, sound, caches = self._restore_own(own, hashes)
+            count, sound, caches = self._restore_own(own, block_table, hashes, promote_to_hot_cache)
         self._shorten(block_table, count, sound)
         return caches
 
@@ -145,6 +142,8 @@ class BlockAwarePrefixCache(TensorStore, CacheManager):
         with self._lock:
             self._count_partial(len(tokens))
             table = self._table_to_extend(request_id, hashes)
+        if not isinstance(cache_data, list | tuple) or not all(isinstance(layer, Mapping) for layer in cache_data):
+            return None
         own = self._own_blocks(cache_data)
         if self.paged_ssd_cache is None or not cache_data:
             self._extend(table, self._continued(table, tokens, hashes, salts))
@@ -185,24 +184,33 @@ class BlockAwarePrefixCache(TensorStore, CacheManager):
             self._fetched.pop(request_id, None)
             if self.paged_cache.get_block_table(request_id) is entry.block_table:
                 self.paged_cache.delete_block_table(request_id)
-                return
-            for block_id in entry.block_table.block_ids:
-                self.paged_cache.free_block(block_id)
+            else:
+                self.paged_cache._free_table(entry.block_table)
 
     def clear_request_entry(self, request_id: str) -> None:
-        """Forgets a request whose references the caller has given back. The paged manager keeps its table."""
+        """Forgets a request whose references the caller gives back itself. The paged manager keeps its table."""
         with self._lock:
+            for table in self._tables_of(request_id):
+                table._cleared = True
             self._request_tables.pop(request_id, None)
             self._fetched.pop(request_id, None)
 
     def fork_cache(self, source_request_id: str, new_request_id: str) -> BlockTable | None:
-        """A table of the same blocks for another request, with references of its own. None for an unknown source."""
+        """A table of the same blocks for another request, with references of its own. None for an unknown source.
+
+        Those of a table that ``new_request_id`` had are given back.
+        """
         with self._lock:
             entry = self._request_tables.get(source_request_id)
             source = entry.block_table if entry else self._fetched.get(source_request_id)
             if source is None:
                 return None
+            before = self._tables_of(new_request_id)
             table = self.paged_cache.fork_block_table(source, new_request_id)
+            for old in before:
+                if not old._cleared:
+                    self.paged_cache._release_table(old)
+            self._fetched.pop(new_request_id, None)
             self._request_tables[new_request_id] = BlockCacheEntry(table)
         return table
 
@@ -214,11 +222,8 @@ class BlockAwarePrefixCache(TensorStore, CacheManager):
         if manager is None:
             return
         self._own_blocks()
-        try:
-            manager.invalidate_stale_layer_signature()
-        except TROUBLE:
-            # Whatever is stale is refused when it is loaded.
-            return
+        # Whatever is stale is refused when it is loaded, too.
+        answer_of(getattr(manager, "invalidate_stale_layer_signature", _nothing))
 
     def set_cold_restore_callback(self, callback: Any) -> None:
         """Kept for callers that set one; nothing calls it."""
@@ -308,6 +313,10 @@ class BlockAwarePrefixCache(TensorStore, CacheManager):
 
     def __len__(self) -> int:
         return len(self._request_tables)
+
+
+def _nothing() -> None:
+    """For managers without a signature."""
 
 
 def _is_request(key: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -44,6 +45,8 @@ class BlockPool:
         self.model_name = model_name
         self.initial_blocks = initial_blocks
         self.request_tables: dict[str, BlockTable] = {}
+        # By the identity of their list, also when they are in no map any more: a late caller may still hold them.
+        self._by_list: weakref.WeakValueDictionary[int, BlockTable] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
         self._paged_ssd_cache_manager: Any = None
         self._serial = 0  # allocations so far
@@ -121,13 +124,17 @@ class BlockPool:
     def _take_free(self) -> CacheBlock:
         block = self.free_block_queue.popleft()
         self._maybe_evict_cached_block(block)
-        self._serial += 1
-        block._serial = self._serial
+        self._number(block)
         block.ref_count = 1
         block.token_count = 0
         block.touch()
         self.allocated_blocks[block.block_id] = block
         return block
+
+    def _number(self, block: CacheBlock) -> None:
+        """Another allocation of this record: what its number meant before is over."""
+        self._serial += 1
+        block._serial = self._serial
 
     def _maybe_evict_cached_block(self, block: CacheBlock) -> bool:
         """Take a block out of the map, counted, and forget its hash in any case; whether it was in the map."""
@@ -214,6 +221,7 @@ class BlockPool:
             self._retained.pop(block.block_id, None)
             if block.prev_free_block is not None and block.next_free_block is not None:
                 self.free_block_queue.remove(block)
+                self._number(block)
             if block.block_id not in self.allocated_blocks:
                 self.allocated_blocks[block.block_id] = block
                 self._sync_stats()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(eq=False, repr=False)
@@ -58,11 +60,21 @@ class BlockTable:
     request_id: str
     block_ids: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    _released = (-1, 0)  # how many blocks it had when its references were given back, and when; no field
-    _found = False  # by a lookup: its blocks were findable before, and stay so; no field
+
+    def __post_init__(self) -> None:
+        # No fields: what its manager remembers of it.
+        self._pool: weakref.ref[Any] | None = None
+        self._serials: dict[int, int] = {}  # which allocation each id meant when it was added
+        self._released = -1  # the references of so many blocks were given back,
+        self._until = 0  # which were of allocations up to this one
+        self._cleared = False  # its request is over; references that it holds are its caller's to give back
+        self._found = False  # by a lookup: its blocks were findable before, and stay so
 
     def add_block(self, block_id: int, num_tokens: int) -> None:
         """Append a block that holds ``num_tokens`` more tokens."""
+        pool = None if self._pool is None else self._pool()
+        if pool is not None:
+            pool._note(self, block_id)
         self.block_ids.append(block_id)
         self.num_tokens += num_tokens
 
@@ -72,7 +84,10 @@ class BlockTable:
 
     def copy(self, new_request_id: str) -> BlockTable:
         """The same blocks for another request, in a list of its own."""
-        return BlockTable(new_request_id, list(self.block_ids), self.num_tokens)
+        table = BlockTable(new_request_id, list(self.block_ids), self.num_tokens)
+        table._pool = self._pool
+        table._serials = dict.fromkeys(self.block_ids[: max(0, self._released)], self._until) | self._serials
+        return table
 
 
 class FreeKVCacheBlockQueue:
