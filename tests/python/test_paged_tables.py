@@ -125,6 +125,77 @@ def test_a_request_id_that_is_used_again_does_not_inherit_a_released_table() -> 
     assert manager.get_block_table("r") is fresh
 
 
+# What an id meant
+
+
+def test_an_id_that_is_added_again_as_another_block_ends_what_it_was() -> None:
+    manager = make(max_blocks=4)
+    table = store(manager, "r")
+    ids = list(table.block_ids)
+    listed = table.block_ids
+    for block_id in ids:
+        manager.free_block(block_id)
+    other = manager.allocate_block()
+    assert other.block_id == ids[0]
+    table.add_block(other.block_id, SIZE)
+    assert table.block_ids is listed
+    assert listed == [0, *ids[1:], ids[0]]
+    assert manager.release_for_eviction(listed) == 1
+    assert (other.ref_count, manager.null_block.ref_count) == (0, 1)
+
+
+def test_a_copy_knows_what_its_ids_meant() -> None:
+    manager = make(max_blocks=4)
+    table = store(manager, "r")
+    copies = [table.copy("before")]
+    manager.release_for_eviction(table.block_ids)
+    copies.append(table.copy("after"))
+    store(manager, "s", [7] * 4)  # takes the record of the last block
+    for copied in copies:
+        assert copied.block_ids is not table.block_ids
+        assert manager.fork_block_table(copied, "t").block_ids == table.block_ids[:2]
+
+
+def test_a_record_that_was_free_is_another_one_when_it_is_taken_up_again() -> None:
+    manager = make()
+    table = store(manager, "r")
+    block = manager.allocated_blocks[table.block_ids[0]]
+    manager.free_block(block.block_id)
+    manager.touch([block])
+    manager.register_block_hash(block, [7] * 4)
+    assert manager.fork_block_table(table, "s") == BlockTable("s")
+    manager.delete_block_table("r")
+    assert block.ref_count == 1
+
+
+def test_a_table_outlives_its_manager() -> None:
+    manager = make()
+    table = store(manager, "r")
+    del manager
+    table.add_block(9, SIZE)
+    assert (table.block_ids[-1], table.num_tokens) == (9, 16)
+
+
+def test_giving_a_list_back_once_more_does_nothing() -> None:
+    manager = make()
+    table = store(manager, "r")
+    running = store(manager, "s")
+    manager.delete_block_table("r")
+    assert manager.release_for_eviction(table.block_ids) == 0
+    assert references(manager, running) == [1, 1, 1]
+    assert manager.release_for_eviction(running.block_ids) == 3
+    assert manager.release_for_eviction(running.block_ids) == 0
+    assert references(manager, running) == [0, 0, 0]
+
+
+def test_a_block_that_a_table_names_twice_is_given_back_at_most_to_the_end() -> None:
+    manager = make()
+    table = store(manager, "r", TOKENS[:4])
+    table.block_ids.append(table.block_ids[0])
+    assert manager.release_for_eviction(table.block_ids) == 1
+    assert references(manager, table) == [0, 0]
+
+
 # Forks
 
 
