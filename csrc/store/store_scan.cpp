@@ -106,12 +106,16 @@ Status StoreImpl::recount() {
   const auto start = Clock::now();
   const std::uint64_t removals = removals_;
   std::vector<FoundPart> found;
+  std::unique_lock names_lock(names_mutex_, std::defer_lock);
+  // What is removed during a count may be in its sum. A short one can keep others of this process waiting.
+  if (scanned_ && count_seconds_ < kShortCount) names_lock.lock();
   Status status = directory_->scan(found);
   if (status.code() == StatusCode::NotFound) {
     // Somebody removed the tree.
     status = directory_->prepare();
     if (status.is_ok()) status = directory_->scan(found);
   }
+  if (names_lock.owns_lock()) names_lock.unlock();
   if (!status.is_ok()) return status;
   {
     Lock lock(mutex_);
