@@ -194,8 +194,7 @@ class TensorStore(RequestTables, PrivateNames):
         if not self._save_one(value, data, types, metas, write_back):
             self.paged_cache.free_block(block.block_id)
             return None
-        self._register(block, value)
-        return block.block_id
+        return self._register(block, value)
 
     def _save_one(self, value: bytes, data: Any, types: list[str], metas: list[Any], write_back: bool) -> bool:
         # Stand-ins do not know what is the default.
