@@ -15,9 +15,10 @@ RUN = $(addprefix LD_PRELOAD=,$(firstword $(shell ls /usr/lib/*/openblas-pthread
 PYTEST = OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 SOURCES := $(shell find csrc cmake python metal -type f -not -name '*.pyc' -not -name '*.so' -not -path '*/lib/*' 2>/dev/null) \
   CMakeLists.txt pyproject.toml mlx-lines.json scripts/mlx_lines.py
-# The short form of the other line: every handler, the front door, exact continuation, windows, states and a real model.
+# The short form of the other line: every handler, the front door, exact continuation, windows, states and a real model;
+# of oMLX's surface its contract, layer dicts and our own blocks.
 SHORT := $(addprefix tests/python/test_,handler_contract.py layer_state.py cache.py exactness.py windows.py \
-  checkpoints.py import.py mlx_lm.py::test_a_real_conversation) \
+  checkpoints.py import.py prefix_cache_contract.py own_blocks.py layer_dicts.py mlx_lm.py::test_a_real_conversation) \
   $(addprefix --deselect tests/python/test_exactness.py::test_a_real_model_,continues_bit_for_bit in_a_new_process)
 
 .PHONY: help demo test test-current test-other test-long test-other-long bench dev lint format stub sanitize fuzz clean

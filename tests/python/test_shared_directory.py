@@ -87,7 +87,8 @@ def test_the_cap_holds_whoever_is_killed(tmp_path: Path, rounds: int) -> None:
             process.kill()
             process.communicate()
     assert seen > CAP // 2, "the processes wrote little"
-    assert seen <= CAP + len(processes) * largest
+    # One for each that writes, and what the one killed last has left and nobody has counted yet.
+    assert seen <= CAP + (len(processes) + 1) * largest
     assert sum(sizes_below(directory)) <= CAP + len(processes) * largest
     for namespace in "ab":
         with open_cache(directory, namespace=namespace, ram=0, disk=CAP) as cache:
