@@ -251,7 +251,7 @@ class Visitors:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 def test_any_order(family: Family, tmp_path: Path, seed: int) -> None:
     visitors = Visitors(family, tmp_path, seed)
-    for _ in range(300 if seed else 60):
+    for _ in range(300 if seed else 30):
         visitors.visit()
     visitors.close()
     assert visitors.hits >= 5
@@ -313,7 +313,7 @@ class TestProcesses:
         assert process.wait() == 0
         assert answered == [[4 * size, digest(here.logits)]]
 
-    @pytest.mark.parametrize("name", ["rows", "states and rows"])
+    @pytest.mark.parametrize("name", [pytest.param("rows", marks=pytest.mark.long), "states and rows"])
     @pytest.mark.parametrize("hot", KILLED)
     def test_killed(self, tmp_path: Path, name: str, hot: int) -> None:
         """After the answer, at once: whole blocks or none, from the first on, and nothing wrong among them."""

@@ -70,7 +70,7 @@ def work(door: Door, seed: int, until: float, seen: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
-@pytest.mark.parametrize("model", ["everything", "rows"])
+@pytest.mark.parametrize("model", ["everything", pytest.param("rows", marks=pytest.mark.long)])
 def test_nobody_gets_anothers_rows(tmp_path: Path, model: str, seconds: int) -> None:
     assert model in MODELS
     door = Door(tmp_path / "cache", model)
