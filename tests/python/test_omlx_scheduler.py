@@ -302,7 +302,9 @@ class TestForms:
         with Scheduler(model, tmp_path) as engine:
             assert plain.serve(engine, prompt, [1, 2]) == 80
 
-    @pytest.mark.parametrize(("window", "found"), [(5, [3, 3]), pytest.param(24, [3, 3], marks=pytest.mark.long), (40, [3, 4])])
+    @pytest.mark.parametrize(
+        ("window", "found"), [(5, [3, 3]), pytest.param(24, [3, 3], marks=pytest.mark.long), (40, [3, 4])]
+    )
     def test_windows_that_blocks_do_not_fit(self, tmp_path: Path, window: int, found: list[int]) -> None:
         """Rows of a window are found in as many blocks as it reaches over. One of 40 tokens that stood at block 5 has
         all but the first rows that it needs to stand at block 4; the snapshot of block 3 has these."""

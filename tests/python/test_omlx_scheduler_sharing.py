@@ -251,7 +251,7 @@ class Visitors:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
 def test_any_order(family: Family, tmp_path: Path, seed: int) -> None:
     visitors = Visitors(family, tmp_path, seed)
-    for _ in range(300 if seed else 30):
+    for _ in range(300 if seed else 60):
         visitors.visit()
     visitors.close()
     assert visitors.hits >= 5
