@@ -33,7 +33,10 @@ demo: $(BUILD)/.installed  ## restore a real model's prefix, in this process and
 
 test: test-current test-other  ## every kind of test, the long ones and the other line of MLX in a short form
 
-test-current: $(BUILD)/.tests $(OTHER_BUILD)/.installed lint  ## what make test runs with the current line of MLX
+# While one line is compiled the packages of the other are fetched.
+test-current: $(VENV)/.ready lint  ## what make test runs with the current line of MLX
+	@$(MAKE) --no-print-directory $(OTHER_BUILD)/.installed & other=$$!; \
+	  $(MAKE) --no-print-directory $(BUILD)/.tests; mine=$$?; wait $$other && exit $$mine
 	$(RUN) ctest --test-dir $(BUILD) --output-on-failure -j 2
 	$(RUN) $(PYTEST) -m "not long"
 

@@ -152,6 +152,7 @@ def test_prompts_that_diverge(architecture: Architecture, recorded: Recorded) ->
         architecture.check_copy(hit.caches, n, tokens, sizes)
 
 
+@pytest.mark.long
 def test_a_point_of_divergence_is_kept(architecture: Architecture, recorded: Recorded) -> None:
     """A prompt leaves the stored one inside a block; when it is recorded, a third that leaves both there is restored
     right there, with a state as well."""
@@ -205,6 +206,7 @@ def test_one_store_with_snapshots(architecture: Architecture, tmp_path: Path) ->
         architecture.check_copy(hit.caches, n, tokens, (5, 1))
 
 
+@pytest.mark.long
 def test_turns_and_restarts(architecture: Architecture, tmp_path: Path) -> None:
     with open_cache(architecture, tmp_path) as cache:
         Turn(architecture, cache, PROMPT, TURN)
