@@ -191,7 +191,8 @@ TEST_P(StoreFaults, AtEveryCall) {
   std::size_t tried = 0;
   std::uint64_t bad_parts = 0;
   // Each kind of trouble begins elsewhere, so that together they meet every call in the short form too.
-  const std::size_t step = testing::at_full_size() ? 1 : trouble.fault == Fault::error ? 15 : 3;
+  const bool every = testing::at_full_size() || trouble.fault == Fault::slow;
+  const std::size_t step = every ? 1 : trouble.fault == Fault::error ? 15 : 3;
   for (std::size_t at = 1 + std::string_view(trouble.name).size() % step; at <= calls.size(); at += step) {
     if (!FailingEnv::can_fail(calls[at - 1], trouble.fault)) continue;
     if (trouble.fault == Fault::slow && at > 1) break;  // from the first call on
