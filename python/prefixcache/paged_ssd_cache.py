@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from prefixcache._core import BlockStore, Part, StatusCode, eviction_order
 from prefixcache._directory import scan
 from prefixcache._omlx.blobs import NAMESPACE, SAID, BlobMetadata, Blobs, Form, blob_key
+from prefixcache._omlx.cache_types import canonical_types
 from prefixcache._omlx.hot_budget import SharedHotCacheBudget
 from prefixcache._omlx.layer_signature import LayerSignature
 from prefixcache._omlx.part_blocks import PartBlocks
@@ -22,7 +23,6 @@ from prefixcache._omlx.shown_blocks import ShownBlocks
 from prefixcache._omlx.ssd_index import (
     PagedSSDBlockMetadata,
     PagedSSDCacheIndex,
-    canonical_types,
     compat_signature,
 )
 from prefixcache._omlx.ssd_stats import COUNTERS, PRELOAD, is_named, narrowed, stats_dict, stats_of

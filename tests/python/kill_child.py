@@ -13,19 +13,10 @@ import sys
 import traceback
 from pathlib import Path
 
-from sessions import open_for, serve
+from sessions import open_for, prompt, serve
 
 MODELS = ("rows", "everything", "kept rows")
 BLOCK = 8
-
-
-def prompt(chance: random.Random) -> list[int]:
-    """Prompts that share beginnings: a few roots, a few ways on."""
-    tokens: list[int] = []
-    for _ in range(chance.randrange(1, 4)):
-        start = 100 * chance.randrange(3)
-        tokens += range(start, start + chance.randrange(2, 25))
-    return tokens
 
 
 def work(directory: Path, chance: random.Random, cap: int) -> None:

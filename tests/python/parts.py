@@ -10,6 +10,22 @@ import mlx.core as mx
 from prefixcache._layer_state import LayerState, Reach, Slot, decode_structure, encode_structure, unflatten, walk
 from prefixcache._registry import handler_named
 
+# All that every kind of file can hold; complex64 is the other one.
+DTYPES = [
+    mx.bool_,
+    mx.uint8,
+    mx.uint16,
+    mx.uint32,
+    mx.uint64,
+    mx.int8,
+    mx.int16,
+    mx.int32,
+    mx.int64,
+    mx.float16,
+    mx.bfloat16,
+    mx.float32,
+]
+
 
 def same(left: Any, right: Any) -> bool:
     """Bit for bit: type, shape, dtype and bytes."""

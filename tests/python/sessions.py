@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -153,3 +154,12 @@ def serve(
     elif recorder is None:
         cache.store([*prompt, *answer][:n], hit.caches, covers=n)
     return hit
+
+
+def prompt(chance: random.Random) -> list[int]:
+    """Prompts that share beginnings: a few roots, a few ways on."""
+    tokens: list[int] = []
+    for _ in range(chance.randrange(1, 4)):
+        start = 100 * chance.randrange(3)
+        tokens += range(start, start + chance.randrange(2, 25))
+    return tokens

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache
+from parts import DTYPES
 from snapshots import (
     HOSTILE_IDS,
     LEFT_OUT,
@@ -67,22 +68,6 @@ def test_layers_come_back_as_they_were_handed_in(
     check_loads(store, "r", 8, layers)
     assert layers == before, "what the caller handed in must stay as it is"
     assert "token_count" not in layers[0]
-
-
-DTYPES = [
-    mx.bool_,
-    mx.uint8,
-    mx.uint16,
-    mx.uint32,
-    mx.uint64,
-    mx.int8,
-    mx.int16,
-    mx.int32,
-    mx.int64,
-    mx.float16,
-    mx.bfloat16,
-    mx.float32,
-]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from prefixcache._omlx.cache_types import canonical_types
 from prefixcache._omlx.ssd_index import (
     Expected,
     PagedSSDBlockMetadata,
     PagedSSDCacheIndex,
-    canonical_types,
     compat_signature,
 )
 

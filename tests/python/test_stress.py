@@ -9,21 +9,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from sessions import MODELS, open_for, serve
+from sessions import MODELS, open_for, prompt, serve
 
 from prefixcache import PrefixCache
 
 THREADS = 8
 SECONDS = [4, pytest.param(120, marks=pytest.mark.long)]
-
-
-def prompt(chance: random.Random) -> list[int]:
-    """Prompts that share beginnings: a few roots, a few ways on."""
-    tokens: list[int] = []
-    for _ in range(chance.randrange(1, 4)):
-        start = 100 * chance.randrange(3)
-        tokens += range(start, start + chance.randrange(2, 25))
-    return tokens
 
 
 class Door:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import pytest
-from parts import same
+from parts import DTYPES, same
 
 from prefixcache._omlx.tuples import (
     NamedPair,
@@ -20,22 +20,6 @@ from prefixcache._omlx.tuples import (
     rebuild,
     turboquant_module,
 )
-
-DTYPES = [
-    mx.bool_,
-    mx.uint8,
-    mx.uint16,
-    mx.uint32,
-    mx.uint64,
-    mx.int8,
-    mx.int16,
-    mx.int32,
-    mx.int64,
-    mx.float16,
-    mx.bfloat16,
-    mx.float32,
-    mx.complex64,
-]
 
 
 def rows(*shape: int, dtype: mx.Dtype = mx.float16, seed: int = 3) -> mx.array:
@@ -56,13 +40,13 @@ def equal(left: Any, right: Any) -> bool:
     return same(left, right)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, mx.complex64], ids=str)
 def test_every_dtype_comes_back_bit_for_bit(dtype: mx.Dtype) -> None:
     layer = (rows(1, 2, 3, 5, dtype=dtype), rows(1, 2, 3, 5, dtype=dtype, seed=4))
     assert equal(through([layer]), [layer])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, mx.complex64], ids=str)
 def test_arrays_of_no_axes_and_of_no_items_keep_dtype_and_shape(dtype: mx.Dtype) -> None:
     layer = (mx.array(1).astype(dtype), mx.zeros((2, 0, 64), dtype))
     assert equal(through([layer]), [layer])

@@ -14,10 +14,9 @@ import mlx.core as mx
 
 from prefixcache._omlx import turboquant_states
 from prefixcache._omlx.cache_types import canonical
+from prefixcache._omlx.tuples import CACHE_LIST, NSTATE, TURBOQUANT
 from prefixcache.type_registry import CacheTypeRegistry
 
-NSTATE, CACHE_LIST = "__nstate__", "__cache_list__"
-TURBOQUANT = ("__turboquant_v2__", "__turboquant__")
 _TURBOQUANT_CLASSES = ("TurboQuantKVCache", "BatchTurboQuantKVCache")
 _COMPOSITE = "CacheList"
 
@@ -124,7 +123,7 @@ def _turboquant(state: Any, start: int, end: int) -> Any:
     try:
         keys, values = (turboquant_states.sliced(part, start, end) for part in state)
         if turboquant_states.token_count(keys) and turboquant_states.token_count(values):
-            return (TURBOQUANT[0], (keys, values))
+            return (TURBOQUANT, (keys, values))
     except (ValueError, TypeError):
         pass
     return placeholder()

@@ -5,7 +5,7 @@ Constants only: safe from every thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
@@ -78,6 +78,11 @@ CLASS_TYPES: Mapping[str, CacheType] = MappingProxyType(
 def canonical(class_name: str) -> str:
     """The name under which caches of this class are stored."""
     return _DRESSED.get(class_name, class_name)
+
+
+def canonical_types(names: Sequence[str] | None) -> list[str] | None:
+    """The names under which layers are compared. None stays None."""
+    return None if names is None else [canonical(name) for name in names]
 
 
 def type_value(class_name: str) -> str:

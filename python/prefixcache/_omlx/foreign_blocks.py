@@ -13,9 +13,6 @@ import mlx.core as mx
 
 from prefixcache._omlx import turboquant_states
 from prefixcache._omlx.block_data import (
-    CACHE_LIST,
-    NSTATE,
-    TURBOQUANT,
     is_placeholder,
     layer_class,
     problematic,
@@ -23,8 +20,9 @@ from prefixcache._omlx.block_data import (
     valid,
     walk_back,
 )
-from prefixcache._omlx.cache_types import canonical
+from prefixcache._omlx.cache_types import canonical, canonical_types
 from prefixcache._omlx.layer_dicts import omlx_form, sub_layers
+from prefixcache._omlx.tuples import CACHE_LIST, NSTATE, TURBOQUANT_NAMES
 from prefixcache.errors import Unsupported
 from prefixcache.type_handlers import SizedArraysCache
 from prefixcache.type_registry import CacheTypeRegistry
@@ -64,15 +62,13 @@ class Expected:
             return False
         if self.block_size and isinstance(size, int) and size > 0 and size != self.block_size:
             return False
-        types = canonical_types(meta.get("layer_cache_types"))
-        return types is None or all(
-            known is None or canonical_types(known) == types for known in (self.types, first_types)
-        )
+        types = told_types(meta.get("layer_cache_types"))
+        return types is None or all(known is None or told_types(known) == types for known in (self.types, first_types))
 
 
-def canonical_types(types: Any) -> list[str] | None:
-    """The names under which layers are compared; None for None and for what is no list of names."""
-    return [canonical(str(name)) for name in types] if isinstance(types, list | tuple) else None
+def told_types(types: Any) -> list[str] | None:
+    """The layer types that somebody else's object tells, as they are compared; None for what is no list of names."""
+    return canonical_types([str(name) for name in types]) if isinstance(types, list | tuple) else None
 
 
 def load(hashes: Sequence[bytes], load_one: Callable[[bytes], Any], expected: Expected) -> Loaded:
@@ -86,7 +82,7 @@ def load(hashes: Sequence[bytes], load_one: Callable[[bytes], Any], expected: Ex
         if not isinstance(data, list | tuple):
             break
         meta = meta if isinstance(meta, Mapping) else {}
-        types = canonical_types(meta.get("layer_cache_types"))
+        types = told_types(meta.get("layer_cache_types"))
         first = found.data[0] if found.data else data
         fits = len(data) == (expected.layers or len(first)) and expected.fits(meta, found.types)
         if not fits or not valid(data, types or found.types):
@@ -115,7 +111,7 @@ def _rows_fit(data: Sequence[Any], first: Sequence[Any], types: Sequence[str] | 
             return False
         if isinstance(entry, list) or not handler.supports_block_slicing:
             continue
-        if isinstance(entry[0], str) and entry[0] in TURBOQUANT:
+        if isinstance(entry[0], str) and entry[0] in TURBOQUANT_NAMES:
             try:
                 if any(turboquant_states.token_count(state) != block_size for state in entry[1]):
                     return False
@@ -182,7 +178,7 @@ def _meta(meta: Mapping[str, Any], index: int) -> Any:
 
 
 def _layer(name: str, entries: Sequence[Any], first: Any, last: Any, tokens: int) -> Any:
-    if isinstance(entries[0], tuple) and entries[0] and entries[0][0] in TURBOQUANT:
+    if isinstance(entries[0], tuple) and entries[0] and entries[0][0] in TURBOQUANT_NAMES:
         keys, values = (turboquant_states.joined([entry[1][side] for entry in entries]) for side in (0, 1))
         return turboquant_states.rebuilt(keys, values, tuple(first or ()))
     if name == "CacheList":
@@ -268,8 +264,12 @@ def type_names(layers: Sequence[Mapping[str, Any]], config: Any) -> list[str]:
     return [canonical(layer_class(layer, index, config)) for index, layer in enumerate(layers)]
 
 
-def as_omlx(layer: Mapping[str, Any], index: int, config: Any) -> Mapping[str, Any]:
-    """A layer dict in oMLX's form. mlx-lm 0.32 has no meta states: what they said is in its states."""
+def as_omlx(layers: Sequence[Mapping[str, Any]], config: Any) -> list[Mapping[str, Any]]:
+    """Layer dicts in oMLX's form. mlx-lm 0.32 has no meta states: what they said is in its states."""
+    return [_as_omlx(layer, index, config) for index, layer in enumerate(layers)]
+
+
+def _as_omlx(layer: Mapping[str, Any], index: int, config: Any) -> Mapping[str, Any]:
     name = canonical(layer_class(layer, index, config))
     raw = not layer.get("meta_state") and layer.get("state") and name in _RAW
     return omlx_form({**layer, "class_name": name}) | {"class_name": layer.get("class_name", name)} if raw else layer

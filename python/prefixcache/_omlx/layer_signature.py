@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from prefixcache._omlx.cache_types import canonical_types
 from prefixcache._omlx.shown_blocks import ShownBlocks
-from prefixcache._omlx.ssd_index import Expected, canonical_types
+from prefixcache._omlx.ssd_index import Expected
 
 
 class LayerSignature:

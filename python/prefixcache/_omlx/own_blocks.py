@@ -139,15 +139,14 @@ class OwnBlocks:
             return None
         merged = []
         for state, whole in zip(states, full, strict=True):
-            held = [part for _, part in walk([state]) if part.slots]
+            held = [state] if any(part.slots for _, part in walk([state])) else []
             # What is left out comes from the whole cache, where only rows can be those of an earlier end.
             if not held and any(_has(part, BOUNDARY.kind) for _, part in walk([whole])):
                 return None
-            if any(part.offset not in (None, n) for part in held if not _has(part, BOUNDARY.kind)):
+            if not _offsets(held, ALL.kind) | _offsets(held, "window") <= {n}:
                 return None
             merged.append(state if held else _at(whole, n))
-        windows = {state.offset for _, state in walk(merged) if _has(state, "window")}
-        return merged if windows <= {n} else None
+        return merged
 
     def _deepest(self, chain: HashChain, limit: int) -> Boundary:
         rows = self._store.longest_prefix(chain.keys, chain.root, self._size)
@@ -194,6 +193,12 @@ def _has(state: LayerState, kind: str) -> bool:
     return any(slot.reach.kind == kind for slot in state.slots)
 
 
+def _offsets(states: Sequence[LayerState], kind: str) -> set[int]:
+    """The numbers of tokens that layers with rows of this reach stand at."""
+    found = {state.offset for _, state in walk(states) if _has(state, kind)}
+    return {offset for offset in found if offset is not None}
+
+
 def _at(state: LayerState, n: int) -> LayerState:
     """The state with the token count ``n``; it holds the rows up to there."""
     children = tuple(_at(child, n) for child in state.children)
@@ -214,11 +219,10 @@ def _standing(states: Sequence[LayerState], tokens: int, size: int) -> tuple[int
 
     Layers whose every row is kept may stand further than the others. ValueError for windows that disagree.
     """
-    rows = [state.offset for _, state in walk(states) if _has(state, ALL.kind) and state.offset is not None]
-    windows = {state.offset for _, state in walk(states) if _has(state, "window") and state.offset is not None}
+    windows = _offsets(states, "window")
     if len(windows) > 1:
         raise ValueError(f"layers with windows stand at different numbers of tokens: {sorted(windows)}")
-    upto = min([tokens, *rows, *windows]) // size * size
+    upto = min([tokens, *_offsets(states, ALL.kind), *windows]) // size * size
     return upto, max([upto, *windows])
 
 
@@ -232,8 +236,7 @@ def _state_stands_at(layers: Layers, states: Sequence[LayerState], tokens: int) 
     stateful = [i for i, state in enumerate(states) if any(_has(part, BOUNDARY.kind) for _, part in walk([state]))]
     if given:
         return given.pop() if len(given) == 1 and all("token_count" in layers[i] for i in stateful) else None
-    windows = {state.offset for _, state in walk(states) if _has(state, "window")}
-    rows = {state.offset for _, state in walk(states) if _has(state, ALL.kind)}
+    windows = _offsets(states, "window")
     if windows:
         return windows.pop() if len(windows) == 1 else None
-    return tokens if rows == {tokens} else None
+    return tokens if _offsets(states, ALL.kind) == {tokens} else None

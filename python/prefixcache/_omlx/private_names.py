@@ -8,7 +8,7 @@ from typing import Any
 
 from prefixcache._omlx import block_data, prefix_index
 from prefixcache._omlx.block_hash import block_hashes
-from prefixcache._omlx.foreign_blocks import canonical_types
+from prefixcache._omlx.foreign_blocks import told_types
 from prefixcache._omlx.foreign_calls import answer_of
 
 
@@ -72,4 +72,4 @@ class PrivateNames:
 
     @staticmethod
     def _canonical_layer_cache_types(types: Sequence[str] | None) -> list[str] | None:
-        return canonical_types(types)
+        return told_types(types)

@@ -14,13 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Wrappers that a scheduler puts around a class: blocks of either can be restored as the other.
-_CANONICAL = {"SizedArraysCache": "ArraysCache", "PrefillReadyRotatingKVCache": "RotatingKVCache"}
-
-
-def canonical_types(types: Sequence[str] | None) -> list[str] | None:
-    """Class names of layers with wrappers named as what they wrap. None stays None."""
-    return None if types is None else [_CANONICAL.get(name, name) for name in types]
+from prefixcache._omlx.cache_types import canonical_types
 
 
 def compat_signature(

@@ -11,7 +11,7 @@ from prefixcache._omlx import foreign_blocks
 from prefixcache._omlx.block_data import block_slices, is_cut, layer_class, problematic, sequence_length
 from prefixcache._omlx.block_hash import block_digests
 from prefixcache._omlx.cache_types import canonical
-from prefixcache._omlx.foreign_blocks import Expected, canonical_types
+from prefixcache._omlx.foreign_blocks import Expected, told_types
 from prefixcache._omlx.foreign_calls import answer_of
 from prefixcache._omlx.own_blocks import OwnBlocks, Snapshots
 from prefixcache._omlx.private_names import PrivateNames
@@ -41,14 +41,14 @@ class TensorStore(RequestTables, PrivateNames):
 
     def _expected_types(self) -> list[str] | None:
         """The layer types that the SSD manager was told to expect of this model."""
-        types = getattr(self.paged_ssd_cache, "_expected_layer_cache_types", None)
-        if not isinstance(types, list | tuple) or not types:
+        types = told_types(getattr(self.paged_ssd_cache, "_expected_layer_cache_types", None))
+        if not types:
             return None
         # A draft model may share the manager: what is expected of the target says nothing of it.
         judged = getattr(self.paged_ssd_cache, "_expected_model_name", None)
         if isinstance(judged, str) and judged and judged != self._model_name():
             return None
-        return canonical_types(types)
+        return types
 
     def _model_name(self) -> str:
         return self.paged_cache.model_name or ""
@@ -153,13 +153,13 @@ class TensorStore(RequestTables, PrivateNames):
         write_back: bool,
     ) -> None:
         """Saves the blocks behind the table's one by one, and stops at the first that is refused."""
+        types = foreign_blocks.type_names(layers, config)
         known = CacheTypeRegistry.list_known_class_names()
-        strange = [name for name in foreign_blocks.type_names(layers, config) if name not in known]
-        if strange and type(self.paged_ssd_cache) is PagedSSDCacheManager:
+        if type(self.paged_ssd_cache) is PagedSSDCacheManager and not all(name in known for name in types):
             # Others decide for themselves whether such a class may come back as plain rows.
             self.paged_ssd_cache._count(errors=1)
             return
-        layers = [foreign_blocks.as_omlx(layer, index, config) for index, layer in enumerate(layers)]
+        layers = foreign_blocks.as_omlx(layers, config)
         rows = _rows(layers, config, len(hashes) * self.block_size)
         standing = foreign_blocks.stand_at(layers, config)
         for number in range(len(table.block_ids), len(hashes)):
@@ -168,16 +168,11 @@ class TensorStore(RequestTables, PrivateNames):
                 return
             block_id = self._take_mapped(value)
             if block_id is None or value in self._lacking:
-                snapshot = answer_of(snapshots.__getitem__, end) if snapshots is not None and end in snapshots else None
-                if snapshot is not None:
-                    snapshot = [foreign_blocks.as_omlx(layer, index, config) for index, layer in enumerate(snapshot)]
-                if snapshot is not None and foreign_blocks.stand_at(snapshot, config) not in (None, end):
-                    snapshot = None
+                snapshot = _snapshot_at(end, snapshots, config)
                 # Where nothing tells what the states are those of, callers rely on their being stored.
                 last = number == len(hashes) - 1 and standing in (None, end)
                 data = block_slices(layers, end - self.block_size, end, config, last, snapshot)
                 metas = foreign_blocks.block_metas(layers, snapshot)
-                types = foreign_blocks.type_names(layers, config)
                 if block_id is None:
                     block_id = self._save_new(value, data, types, metas, write_back)
                     if block_id is None:
@@ -236,6 +231,15 @@ def layer_count(model: Any) -> int:
         if isinstance(count, int) and count > 0:
             return count
     return 0
+
+
+def _snapshot_at(end: int, snapshots: Snapshots | None, config: Any) -> Layers | None:
+    """The layers as they were at ``end`` tokens, unless they say that they were elsewhere."""
+    if snapshots is None or end not in snapshots:
+        return None
+    layers = answer_of(snapshots.__getitem__, end)
+    layers = None if layers is None else foreign_blocks.as_omlx(layers, config)
+    return None if layers is None or foreign_blocks.stand_at(layers, config) not in (None, end) else layers
 
 
 def _rows(layers: Layers, config: Any, tokens: int) -> int:

@@ -22,7 +22,7 @@ Json: TypeAlias = bool | int | float | str | None | list["Json"] | dict[str, "Js
 NSTATE = "__nstate__"
 CACHE_LIST = "__cache_list__"
 TURBOQUANT = "__turboquant_v2__"
-_TURBOQUANT_NAMES = (TURBOQUANT, "__turboquant__")
+TURBOQUANT_NAMES = (TURBOQUANT, "__turboquant__")
 # The text may come from a file that somebody else wrote.
 _MAX_NESTING = 16
 
@@ -122,7 +122,7 @@ class _Writer:
             raise self._refusal(layer)
         if _is_marked(layer, (CACHE_LIST,), 2):
             return ["k", [self.layer(sub, None) for sub in _sequence(layer[1], self)]]
-        if _is_marked(layer, _TURBOQUANT_NAMES, 2):
+        if _is_marked(layer, TURBOQUANT_NAMES, 2):
             keys, values = _sequence(layer[1], self)
             return ["q", [self.element(_unwrapped(keys)), self.element(_unwrapped(values))]]
         if _is_marked(layer, (NSTATE,), 3):

@@ -2,36 +2,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <new>
-
 #include "layout/sample_headers.h"
-
-namespace {
-
-// What this program asked the heap for since the last reset, so that a test can bound it.
-thread_local std::size_t allocated = 0;
-thread_local std::size_t largest = 0;
-
-}  // namespace
-
-// Not inlined, or the compiler takes free() for a mistake.
-[[gnu::noinline]] void* operator new(std::size_t size) {
-  allocated += size;
-  largest = std::max(largest, size);
-  if (void* memory = std::malloc(size)) return memory;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept {
-  std::free(memory);
-}
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
-  std::free(memory);
-}
+#include "support/watched_heap.h"
 
 namespace prefixcache::layout::testing {
 namespace {
 
+using prefixcache::testing::allocated;
+using prefixcache::testing::largest;
 using ::testing::HasSubstr;
 
 // One F32 tensor of 2 x 3 rows x 4, one U8 of 3 rows.

@@ -1,9 +1,7 @@
 // Part files that somebody made to hurt the reader, each with a checksum that matches and under the right name: a miss,
 // with no more memory than the file has bytes, in no time, and nothing touched outside of the directory.
 #include <chrono>
-#include <cstdlib>
 #include <filesystem>
-#include <new>
 #include <string>
 #include <vector>
 
@@ -14,26 +12,7 @@
 
 #include "layout/sample_headers.h"
 #include "support/store_fixture.h"
-
-namespace {
-
-// The largest piece that this thread asked the heap for since the last reset.
-thread_local std::size_t largest = 0;
-
-}  // namespace
-
-// Not inlined, or the compiler takes free() for a mistake.
-[[gnu::noinline]] void* operator new(std::size_t size) {
-  largest = std::max(largest, size);
-  if (void* memory = std::malloc(size)) return memory;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept {
-  std::free(memory);
-}
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
-  std::free(memory);
-}
+#include "support/watched_heap.h"
 
 namespace prefixcache {
 namespace {
@@ -42,6 +21,7 @@ namespace fs = std::filesystem;
 using layout::testing::seal;
 using testing::Block;
 using testing::chain;
+using testing::largest;
 
 constexpr const char* kKeys = R"("keys":{"dtype":"U8","shape":[8,6],"data_offsets":[0,48]})";
 constexpr const char* kCodes = R"("codes":{"dtype":"U8","shape":[8,2],"data_offsets":[48,64]})";

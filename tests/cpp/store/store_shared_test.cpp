@@ -38,14 +38,6 @@ class StoreShared : public testing::StoreFixture {
     const auto age = fs::file_time_type::clock::now() - fs::last_write_time(file_of(block));
     return std::chrono::duration<double>(age).count() / 3600;
   }
-  static bool soon(const std::function<bool()>& happened) {
-    const auto until = steady_clock::now() + std::chrono::seconds(30);
-    while (!happened()) {
-      if (steady_clock::now() > until) return false;
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
-    return true;
-  }
 };
 
 TEST_F(StoreShared, TheCapIsForAllNamespacesTogether) {

@@ -40,14 +40,6 @@ class StoreStall : public testing::StoreFixture {
     call();
     return std::chrono::duration<double>(steady_clock::now() - start).count();
   }
-  static bool soon(const std::function<bool()>& happened) {
-    const auto until = steady_clock::now() + std::chrono::seconds(60);
-    while (!happened()) {
-      if (steady_clock::now() > until) return false;
-      std::this_thread::sleep_for(std::chrono::milliseconds(5));
-    }
-    return true;
-  }
   // Far above the bounds, for a machine that has other things to do; far below what a stall would take.
   static constexpr double kBound = 20;
 

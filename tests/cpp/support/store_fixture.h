@@ -1,10 +1,13 @@
 // store_fixture.h: a store in a temporary directory on a file system that can fail.
 #pragma once
 
+#include <chrono>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -42,6 +45,15 @@ class StoreFixture : public ::testing::Test {
       if (path.filename().string().starts_with(block.key.hex())) return path;
     }
     return {};
+  }
+  // Whether it happens in a minute: a machine may have other things to do.
+  static bool soon(const std::function<bool()>& happened) {
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!happened()) {
+      if (std::chrono::steady_clock::now() > until) return false;
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    return true;
   }
   static bool has(BlockStore& store, const Block& block) {
     return store.presence(std::vector<Key>{block.key})[0].has(Part::kv);

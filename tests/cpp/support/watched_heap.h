@@ -1,0 +1,29 @@
+// watched_heap.h: what this thread asked the heap for. Replaces operator new: for one source file of a program.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+
+namespace prefixcache::testing {
+
+// Since the last reset: the sum, and the largest piece.
+inline thread_local std::size_t allocated = 0;
+inline thread_local std::size_t largest = 0;
+
+}  // namespace prefixcache::testing
+
+// Not inlined, or the compiler takes free() for a mistake.
+[[gnu::noinline]] void* operator new(std::size_t size) {
+  prefixcache::testing::allocated += size;
+  prefixcache::testing::largest = std::max(prefixcache::testing::largest, size);
+  if (void* memory = std::malloc(size)) return memory;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept {
+  std::free(memory);
+}
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
+  std::free(memory);
+}
