@@ -2,7 +2,7 @@
 // fresh memory, so what is given back is kept, within the bound.
 //
 // Threads: any.
-// Owns:    every byte it mapped; a Buffer returns its memory when its last reference ends, and keeps the pool alive.
+// Owns:    its memory; a Buffer returns its part when its last reference ends, and keeps the pool alive.
 // Units:   bytes, rounded up to whole pages (64 KiB, or 2 MiB huge pages from 1 MiB on) and counted so.
 #pragma once
 
@@ -10,9 +10,11 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
+
+#include "store/memory.h"
 
 namespace prefixcache::store {
 
@@ -21,8 +23,8 @@ class Buffer;
 class BufferPool : public std::enable_shared_from_this<BufferPool> {
  public:
   // `limit` bounds held(): memory in use and memory kept for reuse.
-  explicit BufferPool(std::uint64_t limit) : limit_(limit) {}
-  ~BufferPool();
+  explicit BufferPool(std::uint64_t limit, std::unique_ptr<Memory> memory = mapped_memory())
+      : limit_(limit), memory_(std::move(memory)) {}
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
 
@@ -51,15 +53,12 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
 
  private:
   friend class Buffer;
-  void give_back(std::uint8_t* data, std::uint64_t size);
-  void drop_spares_above(std::uint64_t most);
+  void give_back(MemoryRange range);
 
   const std::uint64_t limit_;
+  const std::unique_ptr<Memory> memory_;  // guarded by mutex_
   mutable std::mutex mutex_;
-  std::multimap<std::uint64_t, std::uint8_t*> spares_;  // by size
-  std::uint64_t held_ = 0;
   std::uint64_t peak_ = 0;
-  std::uint64_t spare_bytes_ = 0;
   std::uint64_t changes_ = 0;
   std::condition_variable changed_;
   bool closed_ = false;
@@ -67,20 +66,24 @@ class BufferPool : public std::enable_shared_from_this<BufferPool> {
 
 class Buffer {
  public:
-  Buffer(std::shared_ptr<BufferPool> pool, std::uint8_t* data, std::uint64_t size)
-      : pool_(std::move(pool)), data_(data), size_(size) {}
-  ~Buffer() { pool_->give_back(data_, size_); }
+  explicit Buffer(std::shared_ptr<BufferPool> pool) : pool_(std::move(pool)) {}
+  ~Buffer() {
+    if (range_.data != nullptr) pool_->give_back(std::move(range_));
+  }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
 
-  std::uint8_t* data() const { return data_; }
+  std::uint8_t* data() const { return range_.data; }
   // As counted against the pool's bound, at least what was asked for.
-  std::uint64_t size() const { return size_; }
+  std::uint64_t size() const { return range_.size; }
+  // What it is a part of, and where it begins there; null where it has a mapping of its own.
+  const std::shared_ptr<const Slab>& slab() const { return range_.slab; }
+  std::uint64_t offset() const { return range_.offset; }
 
  private:
+  friend class BufferPool;
   std::shared_ptr<BufferPool> pool_;
-  std::uint8_t* data_;
-  std::uint64_t size_;
+  MemoryRange range_;
 };
 
 }  // namespace prefixcache::store

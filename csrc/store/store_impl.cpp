@@ -61,10 +61,11 @@ const Options& checked(const Options& options) {
 
 }  // namespace
 
-StoreImpl::StoreImpl(const Options& options)
+StoreImpl::StoreImpl(const Options& options, bool arena)
     : options_(checked(options)),
+      arena_(arena),
       env_(options.env != nullptr ? *options.env : Env::posix()),
-      pool_(std::make_shared<BufferPool>(options.ram_bytes)),
+      pool_(std::make_shared<BufferPool>(options.ram_bytes, arena ? slab_memory() : mapped_memory())),
       queue_pool_(std::make_shared<BufferPool>(options.queue_bytes)),
       threads_(options.threads) {
   if (options_.write == WritePolicy::ram_only) return;

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <unordered_set>
 
 #include "gather/thread_pool.h"
 #include "prefixcache/block_store.h"
@@ -33,7 +34,8 @@ struct GatherJob;
 
 class StoreImpl : public BlockStore {
  public:
-  explicit StoreImpl(const Options& options);
+  // `arena`: the RAM tier lies in a few arrays of MLX's, where kernels can read it.
+  explicit StoreImpl(const Options& options, bool arena = false);
   ~StoreImpl() override;
 
   const Options& options() const override { return options_; }
@@ -82,6 +84,14 @@ class StoreImpl : public BlockStore {
   enum class Evicted { one, soon, none };
   Evicted evict_one_from_ram(const Image& newcomer);
   void drop_images(std::uint64_t bytes, std::span<const Key> protected_keys);
+  // What to drop for `bytes` of memory, the deepest blocks first. Has those written that can only go later. With the
+  // mutex held.
+  std::vector<PartRecord*> oldest_images(std::uint64_t bytes, const std::unordered_set<Key>& kept);
+  std::vector<PartRecord*> images_of_oldest_slabs(std::uint64_t bytes, const std::unordered_set<Key>& kept);
+  std::vector<PartRecord*> images_in(const std::unordered_set<const Slab*>& slabs,
+                                     const std::unordered_set<Key>& kept) const;
+  bool can_go(const PartRecord& record, const std::unordered_set<Key>& kept) const;
+  void write_if_it_can_go_then(PartRecord& record, const std::unordered_set<Key>& kept);
   // With the mutex held; a record without a file goes. The caller lets go of the image without the mutex.
   std::shared_ptr<Image> leave_ram(PartRecord& record);
   // Whether a new part stays in RAM for now: by policy, or while the disk rests.
@@ -197,6 +207,7 @@ class StoreImpl : public BlockStore {
   static layout::NameInfo name_of(const PartRecord& record);
 
   Options options_;
+  const bool arena_;
   Env& env_;
   std::shared_ptr<BufferPool> pool_;
   std::shared_ptr<BufferPool> queue_pool_;  // images that the RAM tier has no place for, until they are written

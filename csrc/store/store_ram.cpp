@@ -14,6 +14,16 @@ bool is_read(const PartRecord& record) {
   return record.image != nullptr && record.image.use_count() > 1;
 }
 
+// What waits to be written, is being read, has nothing to give back or is to be kept does not leave on demand.
+bool must_stay(const PartRecord& record, const std::unordered_set<Key>& kept) {
+  if (record.waiting || record.image->held() == 0 || is_read(record)) return true;
+  return kept.contains(record.image->block) || kept.contains(record.entry->key);
+}
+
+const Slab* slab_of(const PartRecord& record) {
+  return record.image->buffer == nullptr ? nullptr : record.image->buffer->slab().get();
+}
+
 // While it lives, the writer does not stand back.
 class Hurry {
  public:
@@ -175,26 +185,79 @@ std::uint64_t StoreImpl::trim_ram(std::uint64_t target_bytes, std::span<const Ke
 
 void StoreImpl::drop_images(std::uint64_t bytes, std::span<const Key> protected_keys) {
   const std::unordered_set<Key> kept(protected_keys.begin(), protected_keys.end());
-  std::vector<PartRecord*> victims;
   std::vector<std::shared_ptr<Image>> images;  // their memory goes back to the pool outside of the mutex
   Lock lock(mutex_);
+  const auto victims = arena_ ? images_of_oldest_slabs(bytes, kept) : oldest_images(bytes, kept);
+  for (PartRecord* victim : victims) images.push_back(leave_ram(*victim));
+  lock.unlock();
+}
+
+bool StoreImpl::can_go(const PartRecord& record, const std::unordered_set<Key>& kept) const {
+  return !must_stay(record, kept) && (record.on_disk || directory_ == nullptr);
+}
+
+void StoreImpl::write_if_it_can_go_then(PartRecord& record, const std::unordered_set<Key>& kept) {
+  if (record.unwritten && !must_stay(record, kept) && !disk_rests()) write_before_leaving(record);
+}
+
+std::vector<PartRecord*> StoreImpl::oldest_images(std::uint64_t bytes, const std::unordered_set<Key>& kept) {
+  std::vector<PartRecord*> victims;
   const auto& order = index_.ram_order();
   std::uint64_t dropped = 0;
   for (auto next = order.rbegin(); next != order.rend() && dropped < bytes; ++next) {
-    PartRecord* record = *next;
-    // One with other references is being read; without memory of its own there is nothing to gain.
-    if (record->waiting || record->image->held() == 0 || is_read(*record)) continue;
-    if (kept.contains(record->image->block) || kept.contains(record->entry->key)) continue;
-    if (!record->on_disk && directory_ != nullptr) {
-      // It can go when it is asked for again.
-      if (record->unwritten && !disk_rests()) write_before_leaving(*record);
-      continue;
+    if (can_go(**next, kept)) {
+      dropped += (*next)->image->held();
+      victims.push_back(*next);
+    } else if (!(*next)->on_disk) {
+      write_if_it_can_go_then(**next, kept);
     }
-    dropped += record->image->held();
+  }
+  return victims;
+}
+
+std::vector<PartRecord*> StoreImpl::images_of_oldest_slabs(std::uint64_t bytes, const std::unordered_set<Key>& kept) {
+  // A slab is as old as the newest image in it. One in which something stays gives nothing back.
+  std::vector<const Slab*> slabs;
+  std::unordered_set<const Slab*> seen, lasting, emptied, later;
+  const auto& order = index_.ram_order();
+  for (const PartRecord* record : order) {
+    const Slab* slab = slab_of(*record);
+    if (slab == nullptr) continue;
+    if (seen.insert(slab).second) slabs.push_back(slab);
+    if (!can_go(*record, kept)) lasting.insert(slab);
+  }
+  std::uint64_t dropped = 0;
+  for (auto slab = slabs.rbegin(); slab != slabs.rend() && dropped < bytes; ++slab) {
+    if (lasting.contains(*slab)) {
+      later.insert(*slab);
+    } else {
+      emptied.insert(*slab);
+      dropped += (*slab)->bytes;
+    }
+  }
+  for (auto next = order.rbegin(); next != order.rend(); ++next) {
+    if (!(*next)->on_disk && later.contains(slab_of(**next))) write_if_it_can_go_then(**next, kept);
+  }
+  return images_in(emptied, kept);
+}
+
+std::vector<PartRecord*> StoreImpl::images_in(const std::unordered_set<const Slab*>& slabs,
+                                              const std::unordered_set<Key>& kept) const {
+  std::vector<PartRecord*> victims;
+  std::unordered_set<const PartRecord*> going;
+  // Nobody would find a block without those before it.
+  const auto is_orphan = [&](const PartRecord& record) {
+    if (directory_ != nullptr || record.part != Part::kv) return false;
+    return going.contains(index_.find(record.entry->parent, Part::kv));
+  };
+  // Parents come before their children.
+  for (PartRecord* record : index_.ram_order()) {
+    if (!can_go(*record, kept) || (!slabs.contains(slab_of(*record)) && !is_orphan(*record))) continue;
+    going.insert(record);
     victims.push_back(record);
   }
-  for (PartRecord* victim : victims) images.push_back(leave_ram(*victim));
-  lock.unlock();
+  std::reverse(victims.begin(), victims.end());
+  return victims;
 }
 
 std::shared_ptr<Image> StoreImpl::leave_ram(PartRecord& record) {

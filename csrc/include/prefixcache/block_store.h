@@ -189,7 +189,8 @@ class PREFIXCACHE_API BlockStore {
 
   // Gives memory back to the system, recycled memory first, until the RAM tier holds at most `target_bytes`: drops the
   // least recently used copies of parts that are on disk, or without an SSD tier the parts. Passed over are parts that
-  // wait to be written, those that are being read and those of protected blocks. Returns the bytes given back.
+  // wait to be written, those that are being read and those of protected blocks. Where a GPU reads the RAM tier, memory
+  // goes back to MLX, and by whole slabs of an eighth of the bound. Returns the bytes given back.
   virtual std::uint64_t trim_ram(std::uint64_t target_bytes, std::span<const Key> protected_keys = {}) = 0;
 
   virtual StoreStats stats() const = 0;

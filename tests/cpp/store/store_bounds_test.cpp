@@ -166,6 +166,7 @@ class Survivors : public StoreBounds {
       if (options_.write == WritePolicy::through) {
         ASSERT_TRUE(store->flush().is_ok() || store->stats().write_errors > 0);
       }
+      if (trims_ && random() % 8 == 0) store->trim_ram(random() % options_.ram_bytes);
       for (const auto& block : tree) {
         if (!has(*store, block) || !by_key.contains(block.parent)) continue;
         ASSERT_TRUE(has(*store, *by_key[block.parent])) << "step " << step << ": an orphan at depth " << block.depth;
@@ -176,12 +177,26 @@ class Survivors : public StoreBounds {
       }
     }
   }
+
+  bool trims_ = false;
 };
 
 TEST_F(Survivors, OfTheRamTierArePrefixes) {
   options_.write = WritePolicy::ram_only;
   options_.ram_bytes = 9 * kPage;
   for (std::uint32_t seed = 0; seed < 4; ++seed) run(seed);
+}
+
+TEST_F(Survivors, OfTrimsArePrefixes) {
+  options_.write = WritePolicy::ram_only;
+  trims_ = true;
+  for (const bool arena : {false, true}) {
+    arena_ = arena;
+    for (const std::uint64_t pages : {9, 20}) {
+      options_.ram_bytes = pages * kPage;
+      for (std::uint32_t seed = 0; seed < 3; ++seed) run(seed);
+    }
+  }
 }
 
 TEST_F(Survivors, OfTheDiskArePrefixes) {

@@ -7,6 +7,7 @@
 
 #include <gtest/gtest.h>
 
+#include "store/store_impl.h"
 #include "support/arrays.h"
 #include "support/blocks.h"
 #include "support/faulty_env.h"
@@ -30,6 +31,7 @@ struct Tiers {
   WritePolicy write;
   bool mapped;
   Verify verify;
+  bool arena = false;
 };
 
 class StoreContract : public ::testing::TestWithParam<Tiers> {
@@ -43,7 +45,7 @@ class StoreContract : public ::testing::TestWithParam<Tiers> {
     options_.env = &env_;
     if (options_.write != WritePolicy::ram_only) options_.directory = dir_ / "store";
     env_.refuse_to_map = !GetParam().mapped;
-    store_ = BlockStore::open(options_);
+    store_ = std::make_unique<store::StoreImpl>(options_, GetParam().arena);
   }
   // Where the store has no RAM tier, the rows come from files after this.
   void settle() {
@@ -535,7 +537,10 @@ INSTANTIATE_TEST_SUITE_P(Tiers, StoreContract,
                                            Tiers{"disk", 0, WritePolicy::through, true, Verify::first},
                                            Tiers{"disk_always_verified", 0, WritePolicy::through, true, Verify::always},
                                            Tiers{"disk_unmapped", 0, WritePolicy::through, false, Verify::first},
-                                           Tiers{"ram", kRam, WritePolicy::ram_only, true, Verify::first}),
+                                           Tiers{"ram", kRam, WritePolicy::ram_only, true, Verify::first},
+                                           Tiers{"arena_and_disk", kRam, WritePolicy::through, true, Verify::first,
+                                                 true},
+                                           Tiers{"arena", kRam, WritePolicy::ram_only, true, Verify::first, true}),
                          [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

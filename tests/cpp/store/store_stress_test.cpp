@@ -142,6 +142,7 @@ class StoreStress : public testing::StoreFixture {
       expect_known(store.clear());
     } else {
       store.presence(keys_of(blocks));
+      store.trim_ram(random() % options_.ram_bytes, std::vector<Key>{block.key});
     }
   }
 
@@ -167,10 +168,19 @@ class StoreStress : public testing::StoreFixture {
   Counts counts_;
 };
 
-class OneStore : public StoreStress, public ::testing::WithParamInterface<Verify> {};
+struct Kind {
+  const char* name;
+  Verify verify;
+  bool arena;
+};
+
+class OneStore : public StoreStress, public ::testing::WithParamInterface<Kind> {};
 
 TEST_P(OneStore, NothingIsMixedUp) {
-  options_.verify = GetParam();
+  options_.verify = GetParam().verify;
+  arena_ = GetParam().arena;
+  // Slabs of several parts.
+  if (arena_) options_.ram_bytes = 24 * testing::kPage;
   const auto store = open();
   run([&] { return store.get(); }, [&](BlockStore& one, std::mt19937& random) { step(one, random); });
   EXPECT_GT(counts_.puts, 0);
@@ -182,8 +192,10 @@ TEST_P(OneStore, NothingIsMixedUp) {
   expect_consistent(*store);
 }
 
-INSTANTIATE_TEST_SUITE_P(Verified, OneStore, ::testing::Values(Verify::first, Verify::always),
-                         [](const auto& info) { return info.param == Verify::first ? "first" : "always"; });
+INSTANTIATE_TEST_SUITE_P(Kinds, OneStore,
+                         ::testing::Values(Kind{"first", Verify::first, false}, Kind{"always", Verify::always, false},
+                                           Kind{"arena", Verify::first, true}),
+                         [](const auto& info) { return std::string(info.param.name); });
 
 TEST_F(StoreStress, UnderAStoreThatIsClosedAndOpenedAgain) {
   std::mutex mutex;

@@ -13,6 +13,7 @@
 #include <gtest/gtest.h>
 
 #include "prefixcache/block_store.h"
+#include "store/store_impl.h"
 #include "support/blocks.h"
 #include "support/faulty_env.h"
 #include "support/temp_dir.h"
@@ -33,7 +34,7 @@ class StoreFixture : public ::testing::Test {
     options_.threads = 2;
     options_.env = &env_;
   }
-  std::unique_ptr<BlockStore> open() { return BlockStore::open(options_); }
+  std::unique_ptr<BlockStore> open() { return std::make_unique<store::StoreImpl>(options_, arena_); }
   // Opens, stores, writes, closes.
   void prepare(const std::vector<Block>& blocks, const std::vector<SlotSpec>& specs = two_slots()) {
     const auto store = open();
@@ -73,6 +74,7 @@ class StoreFixture : public ::testing::Test {
   TempDir dir_;
   FaultyEnv env_;
   Options options_;
+  bool arena_ = false;
 };
 
 }  // namespace prefixcache::testing
