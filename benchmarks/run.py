@@ -19,6 +19,7 @@ BENCHMARKS = [
     "bench_open",
     "bench_store",
     "bench_restore",
+    "bench_gather",
     "bench_append",
     "bench_windows",
     "bench_states",

@@ -22,6 +22,7 @@ typedef uint8_t GatherUnit;
 #define GATHER_HEADER_WORDS 4
 #define GATHER_PIECE_WORDS 4
 #define GATHER_SLAB_SHIFT 56
+#define GATHER_LAYOUT_SHIFT 32
 #define GATHER_CLEARED 255
 
 // What one group copies: units [at, end) of a piece, from one slab to one head of one output.
@@ -33,17 +34,20 @@ struct GatherTile {
   uint32_t end;
 };
 
-GATHER_FUNCTION GatherTile gather_tile(GATHER_IN(uint64_t) table, uint64_t tensor, uint32_t group, uint32_t head) {
+GATHER_FUNCTION GatherTile gather_tile(GATHER_IN(uint64_t) table, GATHER_IN(uint64_t) tensors, uint32_t output,
+                                       uint32_t group, uint32_t head) {
   const uint32_t tiles = uint32_t(table[0]);
   const uint32_t piece = group / tiles;
   GATHER_IN(uint64_t) words = table + (GATHER_HEADER_WORDS + piece * GATHER_PIECE_WORDS);
   const uint64_t from = words[0];
+  const uint64_t size = words[2];
+  const uint64_t tensor = tensors[output + uint32_t(size >> GATHER_LAYOUT_SHIFT) * uint32_t(table[2])];
   GatherTile tile;
   tile.slab = uint32_t(from >> GATHER_SLAB_SHIFT);
   tile.from = (from & ((uint64_t(1) << GATHER_SLAB_SHIFT) - 1)) + tensor + head * words[1];
   tile.to = words[3] + head * table[1];
   tile.at = (group - piece * tiles) * GATHER_TILE_UNITS;
-  tile.end = uint32_t(words[2]);
+  tile.end = uint32_t(size);
   return tile;
 }
 
@@ -79,7 +83,7 @@ GATHER_FUNCTION void gather_copy(GatherTile tile, GATHER_IN(GatherUnit) arena, G
 // line an output, end. `position` and `thread` are the device's names for the group's and the thread's place.
 #define GATHER_BEGIN(table, tensors, position)                                                           \
   const uint32_t gather_output = position.z;                                                             \
-  const GatherTile tile = gather_tile(table, tensors[gather_output], position.x, position.y);
+  const GatherTile tile = gather_tile(table, tensors, gather_output, position.x, position.y);
 #define GATHER_ARENA(arena0) GATHER_IN(GatherUnit) arena = GATHER_AS_IN(GatherUnit, arena0);
 #define GATHER_OR_ARENA(i, arena_i) if (tile.slab == i) arena = GATHER_AS_IN(GatherUnit, arena_i);
 #define GATHER_OUTPUT(out0) GATHER_OUT(GatherUnit) out = GATHER_AS_OUT(GatherUnit, out0);

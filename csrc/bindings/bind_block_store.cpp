@@ -74,6 +74,7 @@ nb::dict to_dict(const StoreStats& stats) {
   add("write_errors", stats.write_errors);
   add("gathered_ram_bytes", stats.gathered_ram_bytes);
   add("gathered_disk_bytes", stats.gathered_disk_bytes);
+  add("gathered_device_bytes", stats.gathered_device_bytes);
   add("corrupt_parts", stats.corrupt_parts);
   add("lost_parts", stats.lost_parts);
   add("evicted_ram_parts", stats.evicted_ram_parts);

@@ -30,6 +30,9 @@ struct KernelText {
 
 enum class KernelLanguage { metal, cuda };
 
+// Slabs of every launch, the first one bound again where there are fewer: another number is another kernel.
+inline constexpr int kSlabsALaunch = 8;
+
 // Slabs and outputs of one launch together. Metal gives a kernel 31 buffers, of which the table and the tensors'
 // offsets take two.
 inline constexpr int most_buffers(KernelLanguage language) {

@@ -13,9 +13,10 @@ namespace {
 // and third dimension have 16.
 constexpr std::uint64_t kMostUnits = std::numeric_limits<std::int32_t>::max();
 constexpr std::uint64_t kMostHeads = 65535;
+constexpr std::size_t kMostLayouts = 65535;
 
 struct Piece {
-  std::uint64_t slab, from, stride, length, to;  // bytes
+  std::uint64_t slab, layout, from, stride, length, to;  // bytes
 };
 
 [[noreturn]] void refuse(const std::string& why) {
@@ -48,23 +49,30 @@ void check_outputs(const KernelRequest& request) {
   if (request.slab_bytes.empty() || request.slab_bytes.size() >= kClearedSlab) {
     refuse(std::to_string(request.slab_bytes.size()) + " slabs");
   }
-  const auto dtype = request.tensors.front().dtype;
+  const auto& first = request.tensors.front();
   for (const auto& tensor : request.tensors) {
-    if (tensor.dtype != dtype) refuse("tensors of several dtypes in one launch");
+    if (tensor.dtype != first.dtype) refuse("tensors of several dtypes in one launch");
+    if (tensor.offsets.size() != first.offsets.size()) refuse("tensors of different numbers of layouts");
   }
-  if (request.row_bytes % mlx::core::size_of(dtype) != 0) refuse("rows that are no whole number of items");
+  if (first.offsets.empty() || first.offsets.size() > kMostLayouts) {
+    refuse(std::to_string(first.offsets.size()) + " layouts");
+  }
+  if (request.row_bytes % mlx::core::size_of(first.dtype) != 0) refuse("rows that are no whole number of items");
 }
 
 // Everything a piece can make the kernel touch, for any head and any tensor.
 Piece check_piece(const KernelRequest& request, std::size_t i, std::int64_t next) {
   const ArenaRows& rows = request.pieces[i];
-  if (rows.slab < 0 || static_cast<std::size_t>(rows.slab) >= request.slab_bytes.size()) {
+  if (rows.slab >= request.slab_bytes.size()) {
     refuse(at(i) + " names slab " + std::to_string(rows.slab) + " of " + std::to_string(request.slab_bytes.size()));
   }
-  const std::uint64_t slots =
-      request.slot_bytes == 0 ? 0 : request.slab_bytes[static_cast<std::size_t>(rows.slab)] / request.slot_bytes;
-  if (rows.slot < 0 || static_cast<std::uint64_t>(rows.slot) >= slots) {
-    refuse(at(i) + " names slot " + std::to_string(rows.slot) + " of " + std::to_string(slots));
+  if (plus(rows.at, rows.bytes) > request.slab_bytes[rows.slab]) {
+    refuse(at(i) + " lies at bytes " + std::to_string(rows.at) + " to " + std::to_string(rows.at + rows.bytes) +
+           " of a slab of " + std::to_string(request.slab_bytes[rows.slab]));
+  }
+  if (rows.layout >= request.tensors.front().offsets.size()) {
+    refuse(at(i) + " names layout " + std::to_string(rows.layout) + " of " +
+           std::to_string(request.tensors.front().offsets.size()));
   }
   if (rows.lo < 0 || rows.hi < rows.lo || rows.stored < rows.hi) {
     refuse(at(i) + " takes rows " + std::to_string(rows.lo) + " to " + std::to_string(rows.hi) + " of " +
@@ -80,13 +88,13 @@ Piece check_piece(const KernelRequest& request, std::size_t i, std::int64_t next
   piece.stride = times(static_cast<std::uint64_t>(rows.stored), request.row_bytes);
   const std::uint64_t tensor_bytes = times(piece.stride, request.heads);
   for (const auto& tensor : request.tensors) {
-    if (plus(tensor.offset, tensor_bytes) > request.slot_bytes) {
-      refuse(at(i) + " has a tensor that ends behind its slot");
+    if (plus(tensor.offsets[rows.layout], tensor_bytes) > rows.bytes) {
+      refuse(at(i) + " has a tensor that ends behind its image");
     }
   }
-  piece.slab = static_cast<std::uint64_t>(rows.slab);
-  piece.from = static_cast<std::uint64_t>(rows.slot) * request.slot_bytes +
-               static_cast<std::uint64_t>(rows.lo) * request.row_bytes;
+  piece.slab = rows.slab;
+  piece.layout = rows.layout;
+  piece.from = rows.at + static_cast<std::uint64_t>(rows.lo) * request.row_bytes;
   piece.length = static_cast<std::uint64_t>(rows.hi - rows.lo) * request.row_bytes;
   piece.to = times(static_cast<std::uint64_t>(rows.place), request.row_bytes);
   return piece;
@@ -107,7 +115,9 @@ int widest_unit(const KernelRequest& request, const std::vector<Piece>& pieces) 
   // The lowest bit that is set anywhere is the widest power of two that divides everything.
   std::uint64_t bits = times(static_cast<std::uint64_t>(request.capacity), request.row_bytes);
   if (request.clear_spare) bits |= static_cast<std::uint64_t>(request.rows) * request.row_bytes;
-  for (const auto& tensor : request.tensors) bits |= tensor.offset;
+  for (const auto& tensor : request.tensors) {
+    for (const std::uint64_t offset : tensor.offsets) bits |= offset;
+  }
   for (const auto& piece : pieces) bits |= piece.from | piece.stride | piece.length | piece.to;
   return bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : 1;
 }
@@ -117,7 +127,7 @@ void add_cleared(const KernelRequest& request, std::uint64_t longest, std::vecto
   std::uint64_t to = static_cast<std::uint64_t>(request.rows) * request.row_bytes;
   const std::uint64_t end = static_cast<std::uint64_t>(request.capacity) * request.row_bytes;
   for (; to < end; to += std::min(longest, end - to)) {
-    pieces.push_back({kClearedSlab, 0, 0, std::min(longest, end - to), to});
+    pieces.push_back({kClearedSlab, 0, 0, 0, std::min(longest, end - to), to});
   }
 }
 
@@ -144,16 +154,20 @@ KernelTable make_kernel_table(const KernelRequest& request, std::optional<Kernel
   if (times(table.groups, static_cast<std::uint64_t>(table.tile.units())) > kMostUnits)
     refuse("too much for one launch");
 
-  table.words = {tiles, out_bytes / unit, 0, 0};
-  table.words.reserve(kHeaderWords + kPieceWords * pieces.size() + request.tensors.size() + kLeastTensorWords);
+  const std::size_t layouts = request.tensors.front().offsets.size();
+  table.words = {tiles, out_bytes / unit, request.tensors.size(), 0};
+  table.words.reserve(kHeaderWords + kPieceWords * pieces.size() + layouts * request.tensors.size() +
+                      kLeastTensorWords);
   for (const auto& piece : pieces) {
     const std::uint64_t from = piece.from / unit;
     if (from >> kSlabShift != 0) refuse("sizes that cannot be addressed");
-    table.words.insert(table.words.end(),
-                       {piece.slab << kSlabShift | from, piece.stride / unit, piece.length / unit, piece.to / unit});
+    table.words.insert(table.words.end(), {piece.slab << kSlabShift | from, piece.stride / unit,
+                                           piece.layout << kLayoutShift | piece.length / unit, piece.to / unit});
   }
   table.tensors_at = table.words.size();
-  for (const auto& tensor : request.tensors) table.words.push_back(tensor.offset / unit);
+  for (std::size_t layout = 0; layout < layouts; ++layout) {
+    for (const auto& tensor : request.tensors) table.words.push_back(tensor.offsets[layout] / unit);
+  }
   table.words.resize(table.words.size() + kLeastTensorWords - 1);
   return table;
 }

@@ -1,8 +1,6 @@
 #include "store/gather_plan.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cstring>
 #include <mutex>
 #include <new>
 #include <stdexcept>
@@ -10,7 +8,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "gather/copy.h"
+#include "gather/cpu.h"
 #include "gather/fault_guard.h"
 #include "gather/huge_pages.h"
 #include "hash/checksum.h"
@@ -19,15 +17,6 @@
 namespace prefixcache::store {
 
 namespace {
-
-// Long enough to amortise a call, short enough to be still in the nearest cache when its checksum is taken.
-constexpr std::size_t kCheckedRun = std::size_t{8} << 10;
-
-// The run after which the destination lies on a cache line: lines written in two parts cost twice.
-std::size_t first_run(const std::uint8_t* to, std::size_t size) {
-  const std::size_t to_line = (64 - reinterpret_cast<std::uintptr_t>(to) % 64) % 64;
-  return std::min(size, to_line == 0 ? kCheckedRun : to_line);
-}
 
 std::size_t find_tensor(const layout::PartHeader& header, const std::string& name, std::size_t guess) {
   const auto& tensors = header.tensors;
@@ -174,11 +163,15 @@ Status GatherPlan::add_slot(const GatherRequest& request, const std::string& nam
 }
 
 Status GatherPlan::allocate() {
+  arrays_.resize(slots_.size());
   try {
-    for (auto& slot : slots_) {
-      arrays_.push_back(make_uninitialised(slot.shape, slot.dtype));
-      slot.data = arrays_.back().data<std::uint8_t>();
-      gather::advise_huge_pages(slot.data, arrays_.back().nbytes());
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+      if (arrays_[i]) continue;
+      Slot& slot = slots_[i];
+      arrays_[i] = make_uninitialised(slot.shape, slot.dtype);
+      slot.data = arrays_[i]->data<std::uint8_t>();
+      gather::advise_huge_pages(slot.data, arrays_[i]->nbytes());
+      by_cpu_.push_back(i);
     }
   } catch (const std::bad_alloc& e) {
     return {StatusCode::Full, e.what()};
@@ -192,17 +185,18 @@ Status GatherPlan::allocate() {
 std::vector<Status> GatherPlan::run(gather::ThreadPool& threads, Verify verify) {
   std::vector<Status> results(blocks_.size());
   std::mutex mutex;
-  const std::size_t copies = slots_.size() * blocks_.size();
-  threads.parallel_for(copies + slots_.size(), [&](std::size_t i) {
+  const std::size_t slots = by_cpu_.size();
+  const std::size_t copies = slots * blocks_.size();
+  threads.parallel_for(copies + slots, [&](std::size_t i) {
     if (i >= copies) {
-      clear_spare_rows(slots_[i - copies]);
+      clear_spare_rows(slots_[by_cpu_[i - copies]]);
       return;
     }
     // Diagonally: threads side by side work on different arrays, so that they do not both fault on (and clear) one huge
     // page, and on different files, whose pages they map.
-    const std::size_t slot = i % slots_.size();
-    const std::size_t block = (i / slots_.size() + slot) % blocks_.size();
-    Status status = copy(slots_[slot], block, verify);
+    const std::size_t slot = i % slots;
+    const std::size_t block = (i / slots + slot) % blocks_.size();
+    Status status = copy(slots_[by_cpu_[slot]], block, verify);
     if (status.is_ok()) return;
     std::lock_guard lock(mutex);
     results[block] = std::move(status);
@@ -241,34 +235,18 @@ Status GatherPlan::copy_bytes(const Slot& slot, std::size_t block, std::span<con
                               std::span<const std::uint8_t> guarded, bool check) const {
   const BlockRows& rows = blocks_[block];
   const bool whole = slot.seq_axis == kNoSeqAxis;
-  const std::size_t strip = whole ? slot.row_bytes : static_cast<std::size_t>(rows.count) * slot.row_bytes;
-  const std::size_t skip = whole ? 0 : static_cast<std::size_t>(rows.take_lo) * slot.row_bytes;
-  const std::size_t size = whole ? strip : static_cast<std::size_t>(rows.take_hi) * slot.row_bytes - skip;
-  const std::size_t out_strip = static_cast<std::size_t>(slot.capacity) * slot.row_bytes;
+  gather::StripCopy strips;
+  strips.from = tensor.data();
+  strips.from_stride = whole ? slot.row_bytes : static_cast<std::size_t>(rows.count) * slot.row_bytes;
+  strips.skip = whole ? 0 : static_cast<std::size_t>(rows.take_lo) * slot.row_bytes;
+  strips.size = whole ? strips.from_stride : static_cast<std::size_t>(rows.take_hi) * slot.row_bytes - strips.skip;
+  strips.to = slot.data + (whole ? 0 : static_cast<std::size_t>(rows.place) * slot.row_bytes);
+  strips.to_stride = static_cast<std::size_t>(slot.capacity) * slot.row_bytes;
   // Where there are no bytes, a file may claim any number of strips.
-  const std::size_t strips = strip == 0 ? 0 : slot.outer;
-  std::uint8_t* out = slot.data + (whole ? 0 : static_cast<std::size_t>(rows.place) * slot.row_bytes);
+  strips.strips = strips.from_stride == 0 ? 0 : slot.outer;
 
   hash::Xxh3Stream sum;
-  alignas(64) std::uint8_t kept[kCheckedRun];
-  const auto body = [&] {
-    for (std::size_t o = 0; o < strips; ++o) {
-      const std::uint8_t* from = tensor.data() + o * strip;
-      std::uint8_t* to = out + o * out_strip;
-      if (!check) {
-        gather::copy_streaming(to, from + skip, size);
-        continue;
-      }
-      sum.update({from, skip});
-      for (std::size_t at = 0, run = first_run(to, size); at < size;
-           at += run, run = std::min(kCheckedRun, size - at)) {
-        gather::copy_streaming_and_keep(to + at, kept, from + skip + at, run);
-        // Of the copy, not of the source: what is handed out is what was checked.
-        sum.update({kept, run});
-      }
-      sum.update({from + skip + size, strip - skip - size});
-    }
-  };
+  const auto body = [&] { check ? gather::copy_strips_and_sum(strips, sum) : gather::copy_strips(strips); };
   bool intact = true;
   if (guarded.empty()) {
     body();
@@ -287,14 +265,14 @@ void GatherPlan::clear_spare_rows(const Slot& slot) {
   const auto spare = static_cast<std::size_t>(slot.capacity - slot.rows) * slot.row_bytes;
   if (slot.seq_axis == kNoSeqAxis || spare == 0) return;
   const std::size_t out_strip = static_cast<std::size_t>(slot.capacity) * slot.row_bytes;
-  for (std::size_t o = 0; o < slot.outer; ++o) std::memset(slot.data + (o + 1) * out_strip - spare, 0, spare);
+  gather::clear_strips(slot.data + out_strip - spare, slot.outer, out_strip, spare);
 }
 
 std::vector<GatheredSlot> GatherPlan::take_results() {
   std::vector<GatheredSlot> results;
   results.reserve(slots_.size());
   for (std::size_t i = 0; i < slots_.size(); ++i) {
-    results.push_back({slots_[i].name, slots_[i].seq_axis, std::move(arrays_[i])});
+    results.push_back({slots_[i].name, slots_[i].seq_axis, *std::move(arrays_[i])});
   }
   arrays_.clear();
   return results;

@@ -1,16 +1,20 @@
 // gather_plan.h: which bytes of which blocks go where, checked before anything is copied.
 //
-// Threads: a plan is built and run by one caller; run() shares the copies with the pool's threads.
+// Threads: a plan is built and run by one caller; run() shares the copies with the pool's threads. Its methods lie in
+// two
+//          files: device_plan.cpp has what a GPU does.
 // Units:   rows are tokens; bytes for sizes.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include <mlx/array.h>
 
+#include "gather/device.h"
 #include "gather/thread_pool.h"
 #include "prefixcache/gather.h"
 #include "store/store_impl.h"
@@ -34,14 +38,23 @@ class GatherPlan {
   static Status make(const GatherRequest& request, std::span<const Source> sources, GatherPlan& out,
                      std::size_t& bad_block);
 
-  // Fresh arrays for the results. Full where the device has no memory for them.
+  // Has the device gather the slots of which all rows lie in its arena. What it cannot do, for whatever reason, is left
+  // to run().
+  void start(const gather::DeviceGather& device);
+
+  // Fresh arrays for the other results. Full where the device has no memory for them.
   Status allocate();
 
-  // Copies. Returns for each block what went wrong with it, all Ok if nothing did.
+  // Copies into these. Returns for each block what went wrong with it, all Ok if nothing did.
   std::vector<Status> run(gather::ThreadPool& threads, Verify verify);
+
+  // Waits for the device. Full where it could not do what it had begun.
+  Status finish();
 
   std::vector<GatheredSlot> take_results();
   std::uint64_t bytes_of(std::size_t block) const { return block_bytes_[block]; }
+  // Stored bytes that the device copied.
+  std::uint64_t device_bytes() const { return device_bytes_; }
 
  private:
   struct Slot {
@@ -64,12 +77,19 @@ class GatherPlan {
                     std::span<const std::uint8_t> guarded, bool check) const;
   Status check_room() const;
   static void clear_spare_rows(const Slot& slot);
+  bool find_slabs(std::vector<mlx::core::array>& slabs, gather::KernelRequest& request) const;
+  gather::KernelRequest request_for(const gather::KernelRequest& base, std::span<const std::size_t> slots) const;
+  void start(const gather::DeviceGather& device, const gather::KernelRequest& request,
+             std::span<const mlx::core::array> slabs, std::span<const std::size_t> slots);
 
   std::span<const Source> sources_;
   std::vector<BlockRows> blocks_;
   std::vector<Slot> slots_;
-  std::vector<mlx::core::array> arrays_;
+  std::vector<std::optional<mlx::core::array>> arrays_;
+  std::vector<std::size_t> by_cpu_;  // numbers of slots
+  std::vector<std::size_t> by_device_;
   std::vector<std::uint64_t> block_bytes_;
+  std::uint64_t device_bytes_ = 0;
 };
 
 }  // namespace prefixcache::store

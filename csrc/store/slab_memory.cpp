@@ -130,8 +130,8 @@ class SlabMemory final : public Memory {
     for (const auto& [number, part] : parts_) used -= part.unused() ? part.slab->bytes : 0;
     if (want > limit || used > limit - want) return false;
     shrink(limit - want);
-    // Pieces of one size leave nothing over.
-    const auto with_room = [want](std::uint64_t bytes) { return std::max(want, whole(bytes, want)); };
+    // Pieces of one size leave nothing over, and there are no more slabs than a launch can name.
+    const auto with_room = [want](std::uint64_t bytes) { return std::max(want, whole(bytes + want - 1, want)); };
     std::uint64_t bytes = std::min(whole(limit - held_, kMemoryPage), with_room(limit / kSlabs));
     for (;;) {
       if (std::shared_ptr<const Slab> slab = make_slab(bytes, next_number_)) {

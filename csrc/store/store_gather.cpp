@@ -14,6 +14,8 @@ namespace {
 
 // Each open part is a mapping; systems allow some tens of thousands for a process.
 constexpr std::size_t kMostOpenFiles = 4096;
+// Forms of parts for which a device's kernels are made ready.
+constexpr std::size_t kMostForms = 256;
 // What a slow disk reads in a second.
 constexpr double kBytesASecond = 64 << 20;
 
@@ -236,6 +238,7 @@ Gathered StoreImpl::gather_checked(const std::shared_ptr<GatherJob>& job) {
     }
     return fail(bad_block, status);
   }
+  if (device_ != nullptr && !from_disk) job->plan.start(*device_);
   if (Status status = job->plan.allocate(); !status.is_ok()) return fail(0, status);
   double bytes = 0;
   for (std::size_t i = 0; i < job->sources.size(); ++i) {
@@ -243,6 +246,7 @@ Gathered StoreImpl::gather_checked(const std::shared_ptr<GatherJob>& job) {
   }
   const auto copy = [this](GatherJob& own) { own.copied = own.plan.run(threads_, options_.verify); };
   if (!in_time(copy, bytes / kBytesASecond)) return fail(in_ram, no_answer());
+  if (Status status = job->plan.finish(); !status.is_ok()) return fail(0, status);
   const auto& copied = job->copied;
   for (std::size_t i = copied.size(); i-- > 0;) {
     if (!copied[i].is_ok()) forget(request.keys[i], request.part, job->sources[i].version, copied[i]);
@@ -252,6 +256,33 @@ Gathered StoreImpl::gather_checked(const std::shared_ptr<GatherJob>& job) {
   }
   take_results(*job, result);
   return result;
+}
+
+void StoreImpl::prepare_device(const std::shared_ptr<Image>& image) {
+  if (device_ == nullptr || image->buffer == nullptr || image->buffer->slab() == nullptr) return;
+  std::string form;
+  for (const auto& tensor : image->header.tensors) {
+    for (std::size_t d = 0; d < tensor.shape.size(); ++d) {
+      form += (static_cast<int>(d) == tensor.seq_axis ? "*" : std::to_string(tensor.shape[d])) + ",";
+    }
+    form += std::to_string(static_cast<int>(tensor.dtype.val())) + ";";
+  }
+  {
+    Lock lock(mutex_);
+    if (prepared_.size() >= kMostForms || !prepared_.insert(std::move(form)).second) return;
+  }
+  GatherRequest request;
+  request.keys = {image->header.key};
+  request.part = image->header.part;
+  request.row_lo = image->header.row_lo;
+  request.row_hi = image->header.row_hi;
+  request.capacity = request.row_hi - request.row_lo;
+  const Source sources[] = {{image, nullptr, 0}};
+  GatherPlan plan;
+  std::size_t bad_block = 0;
+  if (!GatherPlan::make(request, sources, plan, bad_block).is_ok()) return;
+  plan.start(*device_);
+  plan.finish();
 }
 
 void StoreImpl::take_results(GatherJob& job, Gathered& result) {
@@ -267,6 +298,7 @@ void StoreImpl::take_results(GatherJob& job, Gathered& result) {
   Lock lock(mutex_);
   stats_.gathered_ram_bytes += result.ram_bytes;
   stats_.gathered_disk_bytes += result.disk_bytes;
+  stats_.gathered_device_bytes += job.plan.device_bytes();
   // Touching the last block of `kv` reaches all before it.
   const std::size_t first = request.part == Part::kv ? request.keys.size() - 1 : 0;
   for (std::size_t i = first; i < request.keys.size(); ++i) {

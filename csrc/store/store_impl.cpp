@@ -12,7 +12,8 @@
 namespace prefixcache {
 
 std::unique_ptr<BlockStore> BlockStore::open(const Options& options) {
-  return std::make_unique<store::StoreImpl>(options);
+  const auto* device = gather::device_gather();
+  return std::make_unique<store::StoreImpl>(options, device != nullptr, device);
 }
 
 namespace store {
@@ -61,13 +62,14 @@ const Options& checked(const Options& options) {
 
 }  // namespace
 
-StoreImpl::StoreImpl(const Options& options, bool arena)
+StoreImpl::StoreImpl(const Options& options, bool arena, const gather::DeviceGather* device)
     : options_(checked(options)),
       arena_(arena),
       env_(options.env != nullptr ? *options.env : Env::posix()),
       pool_(std::make_shared<BufferPool>(options.ram_bytes, arena ? slab_memory() : mapped_memory())),
       queue_pool_(std::make_shared<BufferPool>(options.queue_bytes)),
-      threads_(options.threads) {
+      threads_(options.threads),
+      device_(device) {
   if (options_.write == WritePolicy::ram_only) return;
   while (options_.directory.size() > 1 && options_.directory.back() == '/') options_.directory.pop_back();
   directory_ = std::make_unique<Directory>(env_, options_.directory, options_.name_space, options_.temp_grace_seconds);

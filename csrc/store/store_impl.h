@@ -12,6 +12,7 @@
 #include <mutex>
 #include <unordered_set>
 
+#include "gather/device.h"
 #include "gather/thread_pool.h"
 #include "prefixcache/block_store.h"
 #include "store/directory.h"
@@ -34,8 +35,8 @@ struct GatherJob;
 
 class StoreImpl : public BlockStore {
  public:
-  // `arena`: the RAM tier lies in a few arrays of MLX's, where kernels can read it.
-  explicit StoreImpl(const Options& options, bool arena = false);
+  // `arena`: the RAM tier lies in a few arrays of MLX's, where kernels can read it. `device` gathers from there.
+  explicit StoreImpl(const Options& options, bool arena = false, const gather::DeviceGather* device = nullptr);
   ~StoreImpl() override;
 
   const Options& options() const override { return options_; }
@@ -184,6 +185,9 @@ class StoreImpl : public BlockStore {
   // Opens what is not open, and looks whether files that are open are still there.
   void open_sources(GatherJob& job);
   void take_results(GatherJob& job, Gathered& result);
+  // Tries the gather of a form of parts that is new: a device takes seconds to compile kernels, and no fetch should
+  // wait for that.
+  void prepare_device(const std::shared_ptr<Image>& image);
   void leave_late(const std::shared_ptr<GatherJob>& job);
   void drop_late_jobs();
   Status source_of(const Key& key, Part part, Source& out);
@@ -212,7 +216,8 @@ class StoreImpl : public BlockStore {
   std::shared_ptr<BufferPool> pool_;
   std::shared_ptr<BufferPool> queue_pool_;  // images that the RAM tier has no place for, until they are written
   gather::ThreadPool threads_;
-  std::unique_ptr<Directory> directory_;  // null without an SSD tier
+  const gather::DeviceGather* const device_;  // null: the CPU copies
+  std::unique_ptr<Directory> directory_;      // null without an SSD tier
   // Held from before a file gets or loses its name until the index knows, or the reverse, and while the index asks the
   // disk: without it a file could be found after it was dropped. Taken before mutex_.
   std::mutex names_mutex_;
@@ -221,6 +226,7 @@ class StoreImpl : public BlockStore {
   StoreStats stats_;
   std::size_t open_files_ = 0;  // about: counted down when limit_open_files() looks
   std::atomic<bool> closed_{false};
+  std::unordered_set<std::string> prepared_;                  // forms of parts; guarded by mutex_
   AskedFor asked_for_;                                        // guarded by mutex_
   std::vector<std::pair<layout::NameInfo, double>> to_date_;  // guarded by mutex_
   std::uint64_t scan_number_ = 0;                             // guarded by mutex_

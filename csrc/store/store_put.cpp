@@ -183,6 +183,7 @@ Status StoreImpl::put(const PutRequest& base, std::uint64_t* added) {
     queue_unwritten();  // the disk came back meanwhile
   }
   if (added != nullptr) *added = image->data_bytes;
+  prepare_device(image);
   return Status::ok();
 }
 

@@ -1,7 +1,7 @@
 """How fast the gather kernel is on a GPU, against device-to-device copies of the same bytes in the same run.
 
 Usage: bench_kernel.py CASES (written by write_cases bench). The geometry is an 8B model's: 32 layers of keys and
-values, 8 heads of 128 halves, blocks of 256 rows in shuffled slots of one arena. Times are medians; rates count bytes
+values, 8 heads of 128 halves, blocks of 256 rows in shuffled order in one arena. Times are medians; rates count bytes
 read plus bytes written.
 """
 
@@ -68,6 +68,8 @@ class Gather:
     def __init__(self, case: Case, arena: mx.array, outputs: int):
         text = case["texts"][str(outputs)]
         self.case, self.arena, self.outputs = case, arena, outputs
+        # A store binds the same number of slabs in every launch, however many it has.
+        self.slabs = len(text["inputs"]) - 2
         self.kernel = mx.fast.cuda_kernel(
             name=text["name"],
             input_names=text["inputs"],
@@ -93,7 +95,7 @@ class Gather:
         for i, tensors in enumerate(self.windows(table) if fresh else self.tensors):
             count = min(self.outputs, TENSORS - i * self.outputs)
             some = self.kernel(
-                inputs=[table, tensors, self.arena],
+                inputs=[table, tensors, *[self.arena] * self.slabs],
                 grid=(case["groups"] * case["lanes"], case["heads"], count),
                 threadgroup=(case["lanes"], 1, 1),
                 output_shapes=[(1, case["heads"], case["capacity"], case["row_bytes"] // 2)] * count,
@@ -119,12 +121,10 @@ class Gather:
 
 
 def make_arena(case: Case) -> mx.array:
-    slots = case["slab_bytes"][0] // case["slot_bytes"]
+    images, image_bytes = len(case["pieces"]), case["image_bytes"]
     rows = []
-    for i in range(slots):
-        rows.append(
-            mx.random.randint(-(2**31), 2**31 - 1, (1, case["slot_bytes"] // 4), mx.int32, key=mx.random.key(i))
-        )
+    for i in range(images):
+        rows.append(mx.random.randint(-(2**31), 2**31 - 1, (1, image_bytes // 4), mx.int32, key=mx.random.key(i)))
         mx.eval(rows[-1])
     arena = mx.view(mx.concatenate(rows), mx.uint8)
     mx.eval(arena)
@@ -134,10 +134,10 @@ def make_arena(case: Case) -> mx.array:
 def concatenated(gather: Gather, tensor: int) -> mx.array:
     """The rows of one output as MLX's own operations give them."""
     case = gather.case
-    start = case["offsets"][tensor]
+    (start,) = case["offsets"][tensor]
     size = case["heads"] * case["block_rows"] * case["row_bytes"]
     shape = (1, case["heads"], case["block_rows"], case["row_bytes"] // 2)
-    blocks = [gather.arena[piece[1], start : start + size] for piece in case["pieces"]]
+    blocks = [gather.arena[piece[1] // case["image_bytes"], start : start + size] for piece in case["pieces"]]
     return mx.concatenate([mx.view(block, mx.uint16).reshape(shape) for block in blocks], axis=2)
 
 
@@ -241,7 +241,7 @@ def measure_others(cases: list[Case], tokens: int) -> None:
 
     print(f"{tokens} tokens in blocks of 256, beside the gather's {ours:.3f} ms")
     show("mx.concatenate of slices", total, *median_ms(concatenate, 7), ours, "the gather")
-    shape = (len(case["pieces"]), case["slot_bytes"])
+    shape = (len(case["pieces"]), case["image_bytes"])
     filled = mx.array(np.random.default_rng(1).integers(0, 256, shape, dtype=np.uint8))
     gather = Gather(case, filled, 16)
     start = time.perf_counter()

@@ -40,8 +40,8 @@ def wanted(case: Case, tensor: int, slabs: list[np.ndarray]) -> np.ndarray:
     out = np.tile(fill, heads * capacity * row_bytes // len(fill)).reshape(heads, capacity, row_bytes)
     if case["clear_spare"]:
         out[:, case["rows"] :] = 0
-    for slab, slot, stored, lo, hi, place in case["pieces"]:
-        start = slot * case["slot_bytes"] + case["offsets"][tensor]
+    for slab, at, layout, stored, lo, hi, place in case["pieces"]:
+        start = at + case["offsets"][tensor][layout]
         block = slabs[slab][start : start + heads * stored * row_bytes].reshape(heads, stored, row_bytes)
         out[:, place : place + hi - lo] = block[:, lo:hi]
     return out

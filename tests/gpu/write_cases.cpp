@@ -50,17 +50,16 @@ std::string dtype_text(mx::Dtype dtype) {
 }
 
 std::string request_json(const gather::KernelRequest& request) {
-  std::vector<std::uint64_t> offsets;
-  for (const auto& tensor : request.tensors) offsets.push_back(tensor.offset);
-  return "\"slab_bytes\": " + numbers(request.slab_bytes) + ", \"slot_bytes\": " + std::to_string(request.slot_bytes) +
-         ", \"heads\": " + std::to_string(request.heads) + ", \"row_bytes\": " + std::to_string(request.row_bytes) +
-         ", \"rows\": " + std::to_string(request.rows) + ", \"capacity\": " + std::to_string(request.capacity) +
-         ", \"clear_spare\": " + (request.clear_spare ? "true" : "false") + ", \"offsets\": " + numbers(offsets) +
+  return "\"slab_bytes\": " + numbers(request.slab_bytes) + ", \"heads\": " + std::to_string(request.heads) +
+         ", \"row_bytes\": " + std::to_string(request.row_bytes) + ", \"rows\": " + std::to_string(request.rows) +
+         ", \"capacity\": " + std::to_string(request.capacity) +
+         ", \"clear_spare\": " + (request.clear_spare ? "true" : "false") + ", \"offsets\": " +
+         list(request.tensors, [](const gather::ArenaTensor& tensor) { return numbers(tensor.offsets); }) +
          ", \"dtype\": " + quoted(dtype_text(request.tensors.front().dtype)) +
          ", \"pieces\": " + list(request.pieces, [](const gather::ArenaRows& r) {
-           return numbers({static_cast<std::uint64_t>(r.slab), static_cast<std::uint64_t>(r.slot),
-                           static_cast<std::uint64_t>(r.stored), static_cast<std::uint64_t>(r.lo),
-                           static_cast<std::uint64_t>(r.hi), static_cast<std::uint64_t>(r.place)});
+           return numbers({r.slab, r.at, r.layout, static_cast<std::uint64_t>(r.stored),
+                           static_cast<std::uint64_t>(r.lo), static_cast<std::uint64_t>(r.hi),
+                           static_cast<std::uint64_t>(r.place)});
          });
 }
 
@@ -77,10 +76,10 @@ std::string text_json(const gather::KernelText& text) {
 }
 
 // One for a launch of this many outputs.
-std::string text_for(const gather::KernelRequest& request, const gather::KernelTable& table, std::size_t outputs) {
-  return text_json(gather::kernel_text(gather::KernelLanguage::cuda, table.unit_bytes,
-                                       static_cast<int>(request.slab_bytes.size()), static_cast<int>(outputs),
-                                       request.tensors.front().dtype, table.tile));
+std::string text_for(const gather::KernelRequest& request, const gather::KernelTable& table, std::size_t slabs,
+                     std::size_t outputs) {
+  return text_json(gather::kernel_text(gather::KernelLanguage::cuda, table.unit_bytes, static_cast<int>(slabs),
+                                       static_cast<int>(outputs), request.tensors.front().dtype, table.tile));
 }
 
 void write_tests() {
@@ -89,12 +88,13 @@ void write_tests() {
     const auto& request = made.request;
     const auto table = gather::make_kernel_table(request);
     out += (out.back() == '[' ? "\n" : ",\n") + ("{\"name\": " + quoted(made.name)) + ", " + request_json(request) +
-           ", " + table_json(table) + ", \"text\": " + text_for(request, table, request.tensors.size()) + "}";
+           ", " + table_json(table) +
+           ", \"text\": " + text_for(request, table, request.slab_bytes.size(), request.tensors.size()) + "}";
   }
   std::cout << out << "]}\n";
 }
 
-// An 8B model: 32 layers of keys and values, 8 heads of 128 halves, blocks in shuffled slots.
+// An 8B model: 32 layers of keys and values, 8 heads of 128 halves, blocks in shuffled order.
 gather::KernelRequest of_8b(std::int64_t tokens, std::int64_t block_rows, std::int64_t room) {
   const auto tensor_bytes = static_cast<std::uint64_t>(8 * 256 * block_rows);
   gather::KernelRequest request;
@@ -102,14 +102,15 @@ gather::KernelRequest of_8b(std::int64_t tokens, std::int64_t block_rows, std::i
   request.row_bytes = 256;
   request.rows = tokens;
   request.capacity = tokens + room;
-  for (std::uint64_t t = 0; t < 64; ++t) request.tensors.push_back({t * tensor_bytes, mx::float16});
-  request.slot_bytes = 64 * tensor_bytes;
-  std::vector<std::int64_t> slots(static_cast<std::size_t>(tokens / block_rows));
+  for (std::uint64_t t = 0; t < 64; ++t) request.tensors.push_back({{t * tensor_bytes}, mx::float16});
+  const std::uint64_t image_bytes = 64 * tensor_bytes;
+  std::vector<std::uint64_t> slots(static_cast<std::size_t>(tokens / block_rows));
   std::iota(slots.begin(), slots.end(), 0);
   std::shuffle(slots.begin(), slots.end(), std::mt19937(5));
-  request.slab_bytes = {request.slot_bytes * slots.size()};
+  request.slab_bytes = {image_bytes * slots.size()};
   for (std::size_t b = 0; b < slots.size(); ++b) {
-    request.pieces.push_back({0, slots[b], block_rows, 0, block_rows, static_cast<std::int64_t>(b) * block_rows});
+    request.pieces.push_back({0, slots[b] * image_bytes, image_bytes, 0, block_rows, 0, block_rows,
+                              static_cast<std::int64_t>(b) * block_rows});
   }
   return request;
 }
@@ -123,10 +124,11 @@ void write_benchmark() {
         const auto request = of_8b(tokens, block_rows, room);
         const auto table = gather::make_kernel_table(request);
         out += (out.back() == '[' ? "\n" : ",\n") + ("{\"block_rows\": " + std::to_string(block_rows)) + ", " +
-               request_json(request) + ", " + table_json(table) + ", \"texts\": {";
+               "\"image_bytes\": " + std::to_string(request.pieces.front().bytes) + ", " + request_json(request) +
+               ", " + table_json(table) + ", \"texts\": {";
         for (std::size_t outputs : {1, 8, 16, 64}) {
           out += (out.back() == '{' ? "" : ", ") + quoted(std::to_string(outputs)) + ": " +
-                 text_for(request, table, outputs);
+                 text_for(request, table, gather::kSlabsALaunch, outputs);
         }
         out += "}}";
       }

@@ -68,7 +68,7 @@ OMLX = {"type_handlers", "type_registry", "hybrid_cache", "prefix_cache", "paged
 CSRC_FOLDERS = {
     "hash": set[str](),
     "layout": {"hash"},
-    "gather": set[str](),
+    "gather": {"hash"},
     "env": {"gather"},
     "store": {"hash", "layout", "gather"},
     "bindings": set[str](),

@@ -114,8 +114,9 @@ struct StoreStats {
   std::uint64_t write_errors = 0;
   std::uint64_t gathered_ram_bytes = 0;
   std::uint64_t gathered_disk_bytes = 0;
-  std::uint64_t corrupt_parts = 0;  // forgotten because a check failed
-  std::uint64_t lost_parts = 0;     // in the index, but the file was gone
+  std::uint64_t gathered_device_bytes = 0;  // those of them that a GPU's kernel copied
+  std::uint64_t corrupt_parts = 0;          // forgotten because a check failed
+  std::uint64_t lost_parts = 0;             // in the index, but the file was gone
   std::uint64_t evicted_ram_parts = 0;
   std::uint64_t evicted_disk_parts = 0;
   bool degraded = false;  // the last write failed: new parts stay in RAM only

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <numeric>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -12,10 +13,8 @@
 #include <gtest/gtest.h>
 #include <metal_stdlib>
 
-#include "gather/copy.h"
 #include "gather/kernel_source.h"
 #include "gather/kernel_table.h"
-#include "layout/mlx_compat.h"
 #include "support/gather_cases.h"
 
 // A kernel's body, and the same as text.
@@ -117,6 +116,12 @@ std::vector<shim::Buffer> arena(const KernelRequest& request) {
   return slabs;
 }
 
+std::vector<std::span<const std::uint8_t>> slab_bytes(const std::vector<shim::Buffer>& slabs) {
+  std::vector<std::span<const std::uint8_t>> bytes;
+  for (const auto& slab : slabs) bytes.emplace_back(slab.bytes);
+  return bytes;
+}
+
 // Every thread of the grid, one after the other.
 std::vector<shim::Buffer> run(const KernelRequest& request, const KernelTable& table,
                               std::vector<shim::Buffer>& slabs) {
@@ -144,42 +149,6 @@ std::vector<shim::Buffer> run(const KernelRequest& request, const KernelTable& t
   return outs;
 }
 
-// One output by the CPU's row copies, and how often each byte is to be written.
-struct Wanted {
-  std::vector<std::uint8_t> bytes, writes;
-};
-
-Wanted wanted(const KernelRequest& request, std::size_t tensor, const std::vector<shim::Buffer>& slabs) {
-  const std::size_t strip = static_cast<std::size_t>(request.capacity) * request.row_bytes;
-  Wanted out{std::vector<std::uint8_t>(strip * request.heads, kPoison),
-             std::vector<std::uint8_t>(strip * request.heads)};
-  for (const auto& rows : request.pieces) {
-    auto block = make_uninitialised(
-        {static_cast<int>(request.heads), static_cast<int>(rows.stored), static_cast<int>(request.row_bytes)},
-        mx::uint8);
-    std::memcpy(block.data<std::uint8_t>(),
-                slabs[static_cast<std::size_t>(rows.slab)].bytes.data() +
-                    static_cast<std::size_t>(rows.slot) * request.slot_bytes + request.tensors[tensor].offset,
-                block.nbytes());
-    const RowCopy copy(block, 1, rows.lo, rows.hi);
-    std::vector<std::uint8_t> taken(copy.outer() * copy.strip_bytes());
-    copy.run(taken.data(), 0, copy.outer());
-    for (std::size_t h = 0; h < request.heads; ++h) {
-      const std::size_t to = h * strip + static_cast<std::size_t>(rows.place) * request.row_bytes;
-      std::copy_n(taken.begin() + static_cast<std::ptrdiff_t>(h * copy.strip_bytes()), copy.strip_bytes(),
-                  out.bytes.begin() + static_cast<std::ptrdiff_t>(to));
-      std::fill_n(out.writes.begin() + static_cast<std::ptrdiff_t>(to), copy.strip_bytes(), 1);
-    }
-  }
-  for (std::size_t h = 0; request.clear_spare && h < request.heads; ++h) {
-    const std::size_t rows_bytes = static_cast<std::size_t>(request.rows) * request.row_bytes;
-    const auto first = static_cast<std::ptrdiff_t>(h * strip + rows_bytes);
-    std::fill_n(out.bytes.begin() + first, strip - rows_bytes, 0);
-    std::fill_n(out.writes.begin() + first, strip - rows_bytes, 1);
-  }
-  return out;
-}
-
 // Counts what was run, by unit.
 void check(const GatherCase& made, std::optional<KernelTile> tile, int (&units)[17]) {
   const auto table = make_kernel_table(made.request, tile);
@@ -188,7 +157,7 @@ void check(const GatherCase& made, std::optional<KernelTile> tile, int (&units)[
   const auto outs = run(made.request, table, slabs);
   ASSERT_THAT(shim::faults(), ::testing::IsEmpty()) << made.name;
   for (std::size_t t = 0; t < made.request.tensors.size(); ++t) {
-    const Wanted want = wanted(made.request, t, slabs);
+    const auto want = testing::wanted_rows(made.request, t, slab_bytes(slabs), kPoison);
     ASSERT_TRUE(outs[t].bytes == want.bytes) << "tensor " << t << " of " << made.name;
     ASSERT_TRUE(outs[t].writes == want.writes) << "bytes written twice or for nothing: " << made.name;
   }
@@ -209,17 +178,16 @@ TEST(GatherKernel, WithTheTilesThatGpusRun) {
   for (int unit : {16, 4, 1}) EXPECT_GT(units[unit], 5) << unit;
 }
 
-// Of 2 slots of 4 rows, 2 heads of 16 bytes.
+// Of 2 images of 4 rows, 2 heads of 16 bytes.
 KernelRequest small_request() {
   KernelRequest request;
   request.slab_bytes = {512};
-  request.slot_bytes = 256;
   request.heads = 2;
   request.row_bytes = 16;
   request.rows = 6;
   request.capacity = 8;
-  request.pieces = {{0, 1, 4, 1, 4, 0}, {0, 0, 4, 0, 3, 3}};
-  request.tensors = {{0, mx::float16}, {128, mx::float16}};
+  request.pieces = {{0, 256, 256, 0, 4, 1, 4, 0}, {0, 0, 256, 0, 4, 0, 3, 3}};
+  request.tensors = {{{0}, mx::float16}, {{128}, mx::float16}};
   return request;
 }
 

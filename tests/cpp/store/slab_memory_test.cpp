@@ -40,15 +40,16 @@ TEST_F(SlabMemoryTest, ASlabIsAnArrayThatAKernelCanRead) {
 }
 
 TEST_F(SlabMemoryTest, AnEighthOfTheLimitInWholePieces) {
-  // Three times two pieces of three pages, and so on: of 64 pages only the last one is left over.
+  // Seven slabs of three pieces of three pages each: of 64 pages only the last one is left over, an eighth slab.
   std::vector<MemoryRange> ranges;
   for (auto range = take(3); range.data != nullptr; range = take(3)) ranges.push_back(range);
   EXPECT_EQ(ranges.size(), 21u);
-  EXPECT_EQ(ranges[0].slab->bytes, 6 * kPage);
-  EXPECT_EQ(ranges[1].slab, ranges[0].slab);
-  EXPECT_NE(ranges[2].slab, ranges[0].slab);
-  EXPECT_EQ(held_pages(), 64u);
+  EXPECT_EQ(ranges[0].slab->bytes, 9 * kPage);
+  EXPECT_EQ(ranges[2].slab, ranges[0].slab);
+  EXPECT_NE(ranges[3].slab, ranges[0].slab);
+  EXPECT_EQ(held_pages(), 63u);
   EXPECT_EQ(take(1).size, kPage);
+  EXPECT_EQ(held_pages(), 64u);
   EXPECT_EQ(take(1).data, nullptr);
 }
 

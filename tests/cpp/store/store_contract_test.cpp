@@ -11,6 +11,7 @@
 #include "support/arrays.h"
 #include "support/blocks.h"
 #include "support/faulty_env.h"
+#include "support/shim_device.h"
 #include "support/temp_dir.h"
 
 namespace prefixcache {
@@ -45,7 +46,8 @@ class StoreContract : public ::testing::TestWithParam<Tiers> {
     options_.env = &env_;
     if (options_.write != WritePolicy::ram_only) options_.directory = dir_ / "store";
     env_.refuse_to_map = !GetParam().mapped;
-    store_ = std::make_unique<store::StoreImpl>(options_, GetParam().arena);
+    store_ = std::make_unique<store::StoreImpl>(options_, GetParam().arena,
+                                                GetParam().arena ? &testing::shim_device() : nullptr);
   }
   // Where the store has no RAM tier, the rows come from files after this.
   void settle() {

@@ -4,13 +4,17 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <numeric>
 #include <random>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <mlx/dtype.h>
 
+#include "gather/cpu.h"
 #include "gather/kernel_table.h"
 
 namespace prefixcache::testing {
@@ -36,34 +40,27 @@ inline mlx::core::Dtype dtype_for(std::uint64_t row_bytes, std::mt19937& random)
   }
 }
 
-// Slots of `block_rows` rows in random order, any first and last row, sometimes gaps and short blocks in between.
+// Images of blocks in random order, any first and last row, sometimes gaps and short blocks in between.
 struct CaseMaker {
   std::mt19937 random;
 
   std::uint64_t below(std::uint64_t n) { return random() % n; }
 
-  void add_slots(gather::KernelRequest& request, std::uint64_t block_rows, int tensors, int slabs, int slots) {
-    const auto dtype = dtype_for(request.row_bytes, random);
-    const bool aligned = below(4) != 0;
+  // A layout for blocks of so many rows; the bytes of their images.
+  std::uint64_t add_layout(gather::KernelRequest& request, std::int64_t stored, bool aligned) {
     std::uint64_t end = aligned ? 0 : below(40);
-    for (int t = 0; t < tensors; ++t) {
-      request.tensors.push_back({end, dtype});
-      end += request.heads * block_rows * request.row_bytes;
+    for (auto& tensor : request.tensors) {
+      tensor.offsets.push_back(end);
+      end += request.heads * static_cast<std::uint64_t>(stored) * request.row_bytes;
       end = aligned ? (end + 63) / 64 * 64 : end + below(8);
     }
-    request.slot_bytes = end;
-    for (int s = 0; s < slabs; ++s) request.slab_bytes.push_back(end * static_cast<std::uint64_t>(slots) + below(30));
+    return end;
   }
 
-  void add_rows(gather::KernelRequest& request, std::int64_t block_rows, int blocks, int slots, bool ragged) {
-    std::vector<int> order(static_cast<std::size_t>(slots));
-    std::iota(order.begin(), order.end(), 0);
-    std::shuffle(order.begin(), order.end(), random);
+  void add_rows(gather::KernelRequest& request, std::int64_t block_rows, int blocks, bool ragged) {
     std::int64_t place = 0;
     for (int b = 0; b < blocks; ++b) {
       gather::ArenaRows rows;
-      rows.slab = static_cast<std::int64_t>(below(request.slab_bytes.size()));
-      rows.slot = order[static_cast<std::size_t>(b)];
       rows.stored = ragged || b + 1 == blocks ? 1 + static_cast<std::int64_t>(below(block_rows)) : block_rows;
       rows.hi = ragged || b + 1 == blocks ? static_cast<std::int64_t>(below(rows.stored + 1)) : rows.stored;
       rows.lo = ragged || b == 0 ? static_cast<std::int64_t>(below(rows.hi + 1)) : 0;
@@ -74,6 +71,34 @@ struct CaseMaker {
     }
     request.rows = place + (ragged ? static_cast<std::int64_t>(below(3)) : 0);
     request.capacity = request.rows + (below(3) == 0 ? 0 : static_cast<std::int64_t>(below(2 * block_rows + 3)));
+  }
+
+  // One layout for each length of block, and images side by side in slabs, in another order than that of the rows.
+  void place_images(gather::KernelRequest& request, int slabs) {
+    const bool aligned = below(4) != 0;
+    std::map<std::int64_t, std::pair<std::uint64_t, std::uint64_t>> layouts;
+    for (auto& rows : request.pieces) {
+      auto found = layouts.find(rows.stored);
+      if (found == layouts.end()) {
+        const auto number = layouts.size();
+        found = layouts.emplace(rows.stored, std::pair{number, add_layout(request, rows.stored, aligned)}).first;
+      }
+      rows.layout = found->second.first;
+      rows.bytes = found->second.second;
+    }
+    request.slab_bytes.assign(static_cast<std::size_t>(slabs), 0);
+    std::vector<std::size_t> order(request.pieces.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    std::shuffle(order.begin(), order.end(), random);
+    for (const std::size_t i : order) {
+      auto& rows = request.pieces[i];
+      rows.slab = below(request.slab_bytes.size());
+      auto& end = request.slab_bytes[rows.slab];
+      end += aligned ? 64 * below(3) : below(30);
+      rows.at = end;
+      end += rows.bytes;
+    }
+    for (auto& bytes : request.slab_bytes) bytes += below(30);
   }
 
   GatherCase make(std::uint64_t row_bytes, std::uint64_t most_bytes) {
@@ -88,18 +113,53 @@ struct CaseMaker {
     }
     while (request.heads > 1 && request.heads * row_bytes > most_bytes / 4) --request.heads;
     const int blocks = 1 + static_cast<int>(below(6));
-    const int slots = blocks + static_cast<int>(below(3));
     const bool ragged = below(4) == 0;
     request.clear_spare = below(4) != 0;
-    add_slots(request, static_cast<std::uint64_t>(block_rows), 1 + static_cast<int>(below(3)),
-              1 + static_cast<int>(below(2)), slots);
-    add_rows(request, block_rows, blocks, slots, ragged);
+    const auto dtype = dtype_for(row_bytes, random);
+    request.tensors.assign(1 + below(3), {{}, dtype});
+    add_rows(request, block_rows, blocks, ragged);
+    place_images(request, 1 + static_cast<int>(below(2)));
     made.name = std::to_string(row_bytes) + " bytes, " + std::to_string(request.heads) + " heads, blocks of " +
                 std::to_string(block_rows) + ", " + std::to_string(request.rows) + " rows of " +
                 std::to_string(request.capacity) + (ragged ? ", ragged" : "");
     return made;
   }
 };
+
+// One output, and how often each byte of it is to be written.
+struct WantedRows {
+  std::vector<std::uint8_t> bytes, writes;
+};
+
+// By the CPU's row copies. Bytes that nobody writes are `poison`.
+inline WantedRows wanted_rows(const gather::KernelRequest& request, std::size_t tensor,
+                              const std::vector<std::span<const std::uint8_t>>& slabs, std::uint8_t poison) {
+  const std::size_t strip = static_cast<std::size_t>(request.capacity) * request.row_bytes;
+  WantedRows out{std::vector<std::uint8_t>(strip * request.heads, poison),
+                 std::vector<std::uint8_t>(strip * request.heads)};
+  for (const auto& rows : request.pieces) {
+    gather::StripCopy copy;
+    copy.from = slabs[rows.slab].data() + rows.at + request.tensors[tensor].offsets[rows.layout];
+    copy.to = out.bytes.data() + static_cast<std::size_t>(rows.place) * request.row_bytes;
+    copy.strips = request.heads;
+    copy.from_stride = static_cast<std::size_t>(rows.stored) * request.row_bytes;
+    copy.to_stride = strip;
+    copy.skip = static_cast<std::size_t>(rows.lo) * request.row_bytes;
+    copy.size = static_cast<std::size_t>(rows.hi - rows.lo) * request.row_bytes;
+    gather::copy_strips(copy);
+    for (std::size_t h = 0; h < request.heads; ++h) {
+      std::fill_n(out.writes.begin() + (copy.to - out.bytes.data()) + static_cast<std::ptrdiff_t>(h * strip), copy.size,
+                  1);
+    }
+  }
+  const std::size_t rows_bytes = static_cast<std::size_t>(request.rows) * request.row_bytes;
+  if (!request.clear_spare) return out;
+  gather::clear_strips(out.bytes.data() + rows_bytes, request.heads, strip, strip - rows_bytes);
+  for (std::size_t h = 0; h < request.heads; ++h) {
+    std::fill_n(out.writes.begin() + static_cast<std::ptrdiff_t>(h * strip + rows_bytes), strip - rows_bytes, 1);
+  }
+  return out;
+}
 
 // `rounds` cases for each length of row.
 inline std::vector<GatherCase> gather_cases(int rounds, std::uint64_t most_bytes) {

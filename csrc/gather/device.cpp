@@ -1,0 +1,84 @@
+#include "gather/device.h"
+
+#include <cstdlib>
+#include <stdexcept>
+
+#include <mlx/device.h>
+#include <mlx/ops.h>
+#include <mlx/transforms.h>
+
+namespace prefixcache::gather {
+
+namespace mx = mlx::core;
+
+namespace {
+
+mx::array upload(const std::vector<std::uint64_t>& words) {
+  return mx::array(words.data(), {static_cast<mx::ShapeElem>(words.size())}, mx::uint64);
+}
+
+// A launch has kSlabsALaunch slabs.
+void bind_slabs(std::span<const mx::array> slabs, std::vector<mx::array>& inputs) {
+  if (slabs.empty() || slabs.size() > kSlabsALaunch) {
+    throw std::invalid_argument("[gather_kernel] " + std::to_string(slabs.size()) + " slabs, expected 1 to " +
+                                std::to_string(kSlabsALaunch));
+  }
+  for (std::size_t s = 0; s < kSlabsALaunch; ++s) inputs.push_back(s < slabs.size() ? slabs[s] : slabs[0]);
+}
+
+}  // namespace
+
+mx::fast::CustomKernelFunction KernelGather::kernel_for(const KernelText& text) const {
+  std::lock_guard lock(mutex_);
+  auto found = kernels_.find(text.name);
+  if (found == kernels_.end()) found = kernels_.emplace(text.name, compile_(text)).first;
+  return found->second;
+}
+
+std::vector<mx::array> KernelGather::start(const KernelRequest& request, std::span<const mx::array> slabs,
+                                           std::span<const mx::Shape> shapes) const {
+  const KernelTable table = make_kernel_table(request);
+  if (table.groups == 0) throw std::invalid_argument("[gather_kernel] nothing to gather");
+  if (slabs.size() != request.slab_bytes.size() || shapes.size() != request.tensors.size()) {
+    throw std::invalid_argument("[gather_kernel] " + std::to_string(slabs.size()) + " slabs and " +
+                                std::to_string(shapes.size()) + " shapes for a request of others");
+  }
+  const mx::Dtype dtype = request.tensors.front().dtype;
+  const mx::array words = upload(table.words);
+  const auto end = static_cast<mx::ShapeElem>(table.words.size());
+  const int groups = static_cast<int>(table.groups) * table.tile.lanes;
+
+  std::vector<mx::array> made;
+  for (const int outputs : split_outputs(static_cast<int>(shapes.size()))) {
+    const auto first = static_cast<mx::ShapeElem>(table.tensors_at + made.size());
+    std::vector<mx::array> inputs = {words, mx::slice(words, {first}, {end})};
+    bind_slabs(slabs, inputs);
+    const auto text = kernel_text(language_, table.unit_bytes, kSlabsALaunch, outputs, dtype, table.tile);
+    const auto some_shapes = shapes.subspan(made.size(), static_cast<std::size_t>(outputs));
+    auto some = kernel_for(text)(
+        inputs, {some_shapes.begin(), some_shapes.end()}, std::vector<mx::Dtype>(some_shapes.size(), dtype),
+        {groups, static_cast<int>(request.heads), outputs}, {table.tile.lanes, 1, 1}, {}, std::nullopt, false, {});
+    // The device begins while the next launch is described.
+    mx::async_eval(some);
+    made.insert(made.end(), some.begin(), some.end());
+  }
+  return made;
+}
+
+const DeviceGather* device_gather() {
+  const char* const asked = std::getenv("PREFIXCACHE_GATHER");
+  const std::string name = asked != nullptr ? asked : "";
+  if (name == "cpu") return nullptr;
+  if (!name.empty() && name != "metal" && name != "cuda") {
+    throw std::invalid_argument("PREFIXCACHE_GATHER is '" + name + "', expected cpu, metal or cuda");
+  }
+  if (name.empty() && mx::default_device().type != mx::Device::gpu) return nullptr;
+  const DeviceGather* found = name == "cuda" ? nullptr : metal_gather();
+  if (found == nullptr && name != "metal") found = cuda_gather();
+  if (found == nullptr && !name.empty()) {
+    throw std::invalid_argument("PREFIXCACHE_GATHER is '" + name + "', which MLX does not find here");
+  }
+  return found;
+}
+
+}  // namespace prefixcache::gather
