@@ -100,7 +100,7 @@ class StoreImpl : public BlockStore {
   bool evict_one_from_disk(const Image* newcomer, Status& status);
   PartRecord* disk_victim(const Image* newcomer);
   std::vector<FileToRemove> finish_write(const std::shared_ptr<Image>& image, const Status& status,
-                                         std::uint64_t file_bytes, std::uint64_t& replaced);
+                                         std::uint64_t file_bytes);
   // With the mutex held.
   void leave_disk(PartRecord& record);
   void not_written(PartRecord& record, bool try_again);
