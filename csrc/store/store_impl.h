@@ -65,6 +65,8 @@ class StoreImpl : public BlockStore {
   };
 
   // put
+  Status put_checked(const PutRequest& request, std::uint64_t* added);
+  Status put_full(const std::string& why);
   void find_unless_known(const PutRequest& request);
   bool already_there(const PutRequest& request);
   bool insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool queued);
