@@ -8,7 +8,8 @@ namespace prefixcache::gather {
 // The C++ library asks for a thread's memory for exceptions when it throws for the first time, and ends the process
 // where there is none: bad_alloc would never be caught.
 inline void ready_to_throw() {
-  [[maybe_unused]] const int none = std::uncaught_exceptions();
+  // Volatile, or the call is left out: its answer is of no use.
+  [[maybe_unused]] volatile const int none = std::uncaught_exceptions();
 }
 
 }  // namespace prefixcache::gather
