@@ -220,21 +220,6 @@ print("done")
 """
 
 
-MEMORY = """
-        store(cache, TOKENS)
-        other = list(range(3000))
-        rows = filled(other)
-        # Less than there is: nothing more is to be had from the system.
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
-        reports = [(cache.fetch([*TOKENS, 1]).cached_tokens, cache.store(other, rows).reason) for _ in range(3)]
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert all(tokens <= 41 for tokens, _ in reports)
-        works(cache, directory)
-        cache.clear()
-print("done")
-"""
-
-
 @pytest.fixture
 def public_directory(tmp_path: Path) -> Iterator[Path]:
     """One that a child without privileges can reach."""
@@ -244,9 +229,7 @@ def public_directory(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "cache"
 
 
-@pytest.mark.parametrize(
-    "body", [FILE_SIZE, READ_ONLY, FORKED, MEMORY], ids=["file size", "read-only", "forked", "memory"]
-)
+@pytest.mark.parametrize("body", [FILE_SIZE, READ_ONLY, FORKED], ids=["file size", "read-only", "forked"])
 def test_in_a_child(public_directory: Path, body: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CHILD + body, str(HERE), str(public_directory)],
