@@ -83,6 +83,7 @@ class PosixFile : public ReadableFile {
       return {StatusCode::IOError, "unexpected end of " + path_, EIO};
     }
     if (out.empty()) return Status::ok();
+    gather::ensure_fault_handler();
     const std::uint8_t* source = mapping_.data() + offset;
     if (!gather::run_guarded(mapping_, [&] { std::memcpy(out.data(), source, out.size()); })) {
       return {StatusCode::IOError, "file shrank or failed while it was read: " + path_, EIO};
@@ -103,7 +104,8 @@ Status write_all(int fd, const std::string& path, std::span<const std::span<cons
     while (!piece.empty()) {
       const ssize_t put = ::write(fd, piece.data(), std::min(piece.size(), kMostAtOnce));
       if (put < 0 && errno == EINTR) continue;
-      if (put < 0) return error("cannot write", path);
+      if (put == 0) errno = ENOSPC;
+      if (put <= 0) return error("cannot write", path);
       piece = piece.subspan(static_cast<std::size_t>(put));
     }
   }
@@ -196,15 +198,18 @@ class PosixEnv : public Env {
     DIR* directory = ::opendir(path.c_str());
     if (directory == nullptr) return error("cannot list", path);
     out.clear();
-    while (const dirent* item = ::readdir(directory)) {
+    errno = 0;
+    for (; const dirent* item = ::readdir(directory); errno = 0) {
       const std::string name = item->d_name;
       if (name == "." || name == "..") continue;
       struct stat st;
       if (::fstatat(::dirfd(directory), name.c_str(), &st, AT_SYMLINK_NOFOLLOW) != 0) continue;
       out.push_back({name, info_of(st)});
     }
+    // Half a list must not pass for a whole one.
+    const Status status = errno == 0 ? Status::ok() : error("cannot list", path);
     ::closedir(directory);
-    return Status::ok();
+    return status;
   }
 
   Status make_directories(const std::string& path) override {

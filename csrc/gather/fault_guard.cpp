@@ -11,8 +11,10 @@ namespace prefixcache::gather {
 
 namespace {
 
-thread_local detail::GuardFrame* current = nullptr;
-thread_local bool passing_on = false;
+// In place from each thread's start: where memory for them is asked for at their first use and there is none, the C
+// library ends the process.
+[[gnu::tls_model("initial-exec")]] thread_local detail::GuardFrame* current = nullptr;
+[[gnu::tls_model("initial-exec")]] thread_local bool passing_on = false;
 
 std::mutex install_mutex;
 struct sigaction previous_action = {};

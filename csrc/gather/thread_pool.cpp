@@ -1,12 +1,20 @@
 #include "gather/thread_pool.h"
 
 #include <algorithm>
+#include <system_error>
+
+#include "gather/ready_to_throw.h"
 
 namespace prefixcache::gather {
 
 ThreadPool::ThreadPool(int threads) {
   if (threads <= 0) threads = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, 8);
-  for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  workers_.reserve(static_cast<std::size_t>(threads));
+  try {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  } catch (const std::system_error&) {
+    // The system has no more: those that there are do it all.
+  }
 }
 
 ThreadPool::~ThreadPool() {
@@ -50,6 +58,7 @@ void ThreadPool::parallel_for(std::size_t count, const std::function<void(std::s
 }
 
 void ThreadPool::work() {
+  ready_to_throw();
   std::unique_lock lock(mutex_);
   for (;;) {
     wake_.wait(lock, [&] { return stopping_ || !loops_.empty(); });

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <random>
 #include <unordered_map>
 
@@ -125,8 +126,9 @@ Status Directory::scan_namespace(const std::string& path, bool own, std::vector<
   // Others may remove folders meanwhile.
   const auto failed = [](const Status& status) { return !status.is_ok() && status.code() != StatusCode::NotFound; };
   if (Status status = env_.list(path, folders); failed(status)) return status;
-  add_files(folders, "", scanned_bytes_);
   for (const auto& folder : folders) {
+    // A probe that was killed.
+    if (folder.info.is_regular && !remove_leftover(path, folder)) scanned_bytes_ += folder.info.size;
     if (!folder.info.is_directory) continue;
     if (own) changed(folder);
     const std::string below = path + "/" + folder.name;
@@ -137,14 +139,18 @@ Status Directory::scan_namespace(const std::string& path, bool own, std::vector<
   return Status::ok();
 }
 
+bool Directory::remove_leftover(const std::string& folder, const DirEntry& file) {
+  // One of the far future says as little of a write under way: a clock was wrong.
+  const double age = std::abs(env_.now() - file.info.modified);
+  if (!file.name.starts_with(kTempPrefix) || age <= temp_grace_seconds_) return false;
+  env_.remove(folder + "/" + file.name);
+  return true;
+}
+
 void Directory::scan_file(const std::string& folder, const DirEntry& file, bool own, std::vector<FoundPart>& parts) {
-  if (!file.info.is_regular) return;
+  if (!file.info.is_regular || remove_leftover(folder, file)) return;
   FoundPart part;
   part.path = folder + "/" + file.name;
-  if (file.name.starts_with(kTempPrefix) && env_.now() - file.info.modified > temp_grace_seconds_) {
-    env_.remove(part.path);
-    return;
-  }
   scanned_bytes_ += file.info.size;
   // What is no block, or lies where it does not belong, is counted and left alone.
   if (!file.name.ends_with(kPartEnding)) return;
@@ -175,7 +181,11 @@ Status Directory::look(std::vector<FoundPart>& parts) {
   if (Status status = env_.list(own_, folders); !status.is_ok()) return status;
   for (const auto& folder : folders) {
     const std::string below = own_ + "/" + folder.name;
-    if (!folder.info.is_directory || !changed(folder) || !env_.list(below, files).is_ok()) continue;
+    if (!folder.info.is_directory || !changed(folder)) continue;
+    if (!env_.list(below, files).is_ok()) {
+      listed_.erase(folder.name);
+      continue;
+    }
     for (const auto& file : files) scan_file(below, file, true, parts);
   }
   sort_by_recency(parts);
@@ -210,9 +220,13 @@ Status Directory::probe() {
   return status;
 }
 
-Status Directory::publish(const std::string& temp, const layout::NameInfo& name) {
-  Status status = env_.rename(temp, path_of(name));
-  if (!status.is_ok()) env_.remove(temp);
+Status Directory::publish(const std::string& temp, const layout::NameInfo& name, std::uint64_t bytes) {
+  Status status = usage_.rename(temp, path_of(name), bytes);
+  if (status.is_ok()) return status;
+  env_.remove(temp);
+  usage_.release(bytes);
+  // Network drives may have done it all the same.
+  count_wanted_ = true;
   return status;
 }
 

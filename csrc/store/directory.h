@@ -57,8 +57,8 @@ class Directory {
   void release(std::uint64_t bytes) { usage_.release(bytes); }
   // Writes a part under a temporary name: `temp`. Its room was reserved.
   Status write(const layout::NameInfo& name, std::span<const std::span<const std::uint8_t>> pieces, std::string& temp);
-  // Gives it its own name. On failure nothing of it stays, and the caller releases its room.
-  Status publish(const std::string& temp, const layout::NameInfo& name);
+  // Gives it its own name, and the room back of the file that had it. On failure nothing of it stays, its room neither.
+  Status publish(const std::string& temp, const layout::NameInfo& name, std::uint64_t bytes);
   Status remove(const layout::NameInfo& name, std::uint64_t bytes);
   // Whether something can be written.
   Status probe();
@@ -76,6 +76,8 @@ class Directory {
   Status check_folder(const std::string& path);
   std::string folder_of(const Key& key) const;
   Status scan_namespace(const std::string& path, bool own, std::vector<FoundPart>& parts);
+  // A temporary file, and nobody is writing it any more.
+  bool remove_leftover(const std::string& folder, const DirEntry& file);
   void scan_file(const std::string& folder, const DirEntry& file, bool own, std::vector<FoundPart>& parts);
   bool changed(const DirEntry& folder);
   bool next_foreign(double older_than, FoundPart& out);

@@ -2,6 +2,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <new>
+#include <system_error>
+
+#include "gather/ready_to_throw.h"
 
 namespace prefixcache::store {
 
@@ -25,8 +29,8 @@ bool Patience::run(std::function<void()> work, double seconds) {
   const auto idle = std::find_if(helpers_.begin(), helpers_.end(), [](const auto& helper) { return !helper->busy; });
   Helper* helper = idle == helpers_.end() ? nullptr : idle->get();
   if (helper == nullptr) {
-    helper = helpers_.emplace_back(std::make_unique<Helper>()).get();
-    helper->thread = std::thread([this, helper] { serve(*helper); });
+    helper = start_helper();
+    if (helper == nullptr) return false;
   }
   helper->work = std::move(work);
   helper->asked = helper->busy = true;
@@ -42,7 +46,20 @@ bool Patience::run(std::function<void()> work, double seconds) {
   return false;
 }
 
+Patience::Helper* Patience::start_helper() {
+  try {
+    auto helper = std::make_unique<Helper>();
+    helpers_.reserve(helpers_.size() + 1);
+    helper->thread = std::thread([this, own = helper.get()] { serve(*own); });
+    return helpers_.emplace_back(std::move(helper)).get();
+  } catch (const std::system_error&) {
+  } catch (const std::bad_alloc&) {
+  }
+  return nullptr;
+}
+
 void Patience::serve(Helper& helper) {
+  gather::ready_to_throw();
   std::unique_lock lock(mutex_);
   for (;;) {
     helper.wake.wait(lock, [&] { return stopping_ || helper.asked; });

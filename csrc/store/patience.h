@@ -22,7 +22,8 @@ class Patience {
   Patience& operator=(const Patience&) = delete;
 
   // Runs `work` and waits for its end. False if that took longer than `seconds`: it goes on by itself, so it must own
-  // what it uses and must not throw. False at once, and nothing is run, while such a call is still under way.
+  // what it uses and must not throw. False at once, and nothing is run, while such a call is still under way or where
+  // the system has no thread for it.
   bool run(std::function<void()> work, double seconds);
 
   // A call overran and has not ended yet.
@@ -38,6 +39,7 @@ class Patience {
     bool left_alone = false;  // nobody waits for its work
   };
 
+  Helper* start_helper();
   void serve(Helper& helper);
 
   mutable std::mutex mutex_;

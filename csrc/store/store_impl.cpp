@@ -4,16 +4,17 @@
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
-#include <cmath>
 #include <stdexcept>
+#include <system_error>
 
 #include "layout/block_file.h"
+#include "store/own_process.h"
 
 namespace prefixcache {
 
 std::unique_ptr<BlockStore> BlockStore::open(const Options& options) {
   const auto* device = gather::device_gather();
-  return std::make_unique<store::StoreImpl>(options, device != nullptr, device);
+  return store::for_own_process(std::make_unique<store::StoreImpl>(options, device != nullptr, device));
 }
 
 namespace store {
@@ -46,6 +47,9 @@ const Options& checked(const Options& options) {
   if (options.directory.empty() && options.write != WritePolicy::ram_only) {
     refuse("directory", "''", "a path (only ram_only works without one)");
   }
+  if (options.directory.find('\0') != std::string::npos) {
+    refuse("directory", "a text with a zero byte", "a path");
+  }
   for (const auto& [field, value] :
        {std::pair{"ram_bytes", options.ram_bytes}, std::pair{"disk_bytes", options.disk_bytes},
         std::pair{"queue_bytes", options.queue_bytes}}) {
@@ -54,7 +58,8 @@ const Options& checked(const Options& options) {
   for (const auto& [field, value] : {std::pair{"put_wait_seconds", options.put_wait_seconds},
                                      std::pair{"disk_wait_seconds", options.disk_wait_seconds},
                                      std::pair{"temp_grace_seconds", options.temp_grace_seconds}}) {
-    if (!std::isfinite(value) || value < 0) refuse(field, std::to_string(value), "seconds, 0 or more");
+    // Clocks count nanoseconds in 64 bits.
+    if (!(value >= 0 && value <= 1e9)) refuse(field, std::to_string(value), "seconds, 0..1e9");
   }
   if (options.threads < 0 || options.threads > 256) refuse("threads", std::to_string(options.threads), "0..256");
   return options;
@@ -80,7 +85,16 @@ StoreImpl::StoreImpl(const Options& options, bool arena, const gather::DeviceGat
   ready_ = ready.is_ok();
   writer_ = std::make_unique<Writer>(
       options_.queue_bytes, [this](const auto& image) { return write_image(image); }, [this] { return idle(); });
-  writer_->start();
+  try {
+    writer_->start();
+  } catch (const std::system_error& e) {
+    // The system has no more threads: as good as no disk.
+    writer_.reset();
+    directory_.reset();
+    stats_.degraded = true;
+    stats_.last_error = std::string("no thread that writes, so all stays in RAM: ") + e.what();
+    return;
+  }
   if (!ready_) disk_failed(ready);
   wait_for_scan(kOpenWaits);
 }
@@ -143,8 +157,10 @@ void StoreImpl::forget_now(const Key& key, Part part, std::uint64_t version, con
 }
 
 void StoreImpl::forget(const Key& key, Part part, std::uint64_t version, const Status& why) {
-  // What did not answer is no worse for it.
-  if (why.error_number() == ETIMEDOUT) return;
+  // What did not answer is no worse for it, nor is what this process has no descriptors or memory for.
+  for (const int number : {ETIMEDOUT, EMFILE, ENFILE, ENOMEM}) {
+    if (why.error_number() == number) return;
+  }
   ask_disk<bool>(
       [this, key, part, version, why] {
         forget_now(key, part, version, why);

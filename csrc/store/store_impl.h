@@ -68,6 +68,8 @@ class StoreImpl : public BlockStore {
   };
 
   // put
+  Status put_checked(const PutRequest& request, std::uint64_t* added);
+  Status put_full(const std::string& why);
   void find_unless_known(const PutRequest& request);
   bool already_there(const PutRequest& request);
   bool insert(const PutRequest& request, const std::shared_ptr<Image>& image, bool queued);
@@ -111,7 +113,7 @@ class StoreImpl : public BlockStore {
   bool evict_one_from_disk(const Image* newcomer, Status& status);
   PartRecord* disk_victim(const Image* newcomer);
   std::vector<FileToRemove> finish_write(const std::shared_ptr<Image>& image, const Status& status,
-                                         std::uint64_t file_bytes, std::uint64_t& replaced);
+                                         std::uint64_t file_bytes);
   // With the mutex held.
   void leave_disk(PartRecord& record);
   void not_written(PartRecord& record, bool try_again);

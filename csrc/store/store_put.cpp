@@ -145,6 +145,12 @@ void StoreImpl::watch_writer() {
   if (!disk_rests() && writer_->seconds_at_work() > options_.disk_wait_seconds) disk_failed(no_answer());
 }
 
+Status StoreImpl::put_full(const std::string& why) {
+  Lock lock(mutex_);
+  ++stats_.put_full;
+  return {StatusCode::Full, why};
+}
+
 Status StoreImpl::put(const PutRequest& base, std::uint64_t* added) {
   check(base);
   if (added != nullptr) *added = 0;
@@ -152,6 +158,14 @@ Status StoreImpl::put(const PutRequest& base, std::uint64_t* added) {
   request.key = group_key(base.key, base.group);
   request.parent = group_key(base.parent, base.group);
   if (closed_) return {StatusCode::Closed, "the store is closed"};
+  try {
+    return put_checked(request, added);
+  } catch (const std::bad_alloc&) {
+    return put_full("no memory");
+  }
+}
+
+Status StoreImpl::put_checked(const PutRequest& request, std::uint64_t* added) {
   find_unless_known(request);
   if (already_there(request)) return Status::ok();
   evaluate(request.slots);
@@ -159,16 +173,11 @@ Status StoreImpl::put(const PutRequest& base, std::uint64_t* added) {
   const std::uint64_t cost = image->memory();
   if (writer_ != nullptr) watch_writer();
   const bool queued = writer_ != nullptr && !written_later(*image);
-  const auto full = [&](const std::string& why) {
-    Lock lock(mutex_);
-    ++stats_.put_full;
-    return Status{StatusCode::Full, why};
-  };
-  if (queued && !writer_->reserve(cost, options_.put_wait_seconds)) return full("the write queue is full");
+  if (queued && !writer_->reserve(cost, options_.put_wait_seconds)) return put_full("the write queue is full");
   Reservation reservation{queued ? writer_.get() : nullptr, cost};
   if (cost != 0) image->buffer = acquire_buffer(*image);
   if (cost != 0 && image->buffer == nullptr)
-    return full("no memory for a part of " + std::to_string(image->data_bytes) + " bytes");
+    return put_full("no memory for a part of " + std::to_string(image->data_bytes) + " bytes");
   {
     const Copying copying(writer_.get());
     copy_rows(request, *image, threads_);

@@ -82,12 +82,9 @@ Status StoreImpl::write_image(const std::shared_ptr<Image>& image) {
   {
     std::lock_guard names_lock(names_mutex_);
     if (status.is_ok()) {
-      status = directory_->publish(temp, file_name_of(image->header));
-      if (!status.is_ok()) directory_->release(file_bytes);
+      status = directory_->publish(temp, file_name_of(image->header), file_bytes);
     }
-    std::uint64_t replaced = 0;
-    remove_files(finish_write(image, status, file_bytes, replaced));
-    if (replaced != 0) directory_->release(replaced);
+    remove_files(finish_write(image, status, file_bytes));
   }
   if (status.is_ok()) disk_works();
   // A bound that was reached is no fault of the disk.
@@ -196,7 +193,7 @@ void StoreImpl::not_written(PartRecord& record, bool try_again) {
 }
 
 std::vector<StoreImpl::FileToRemove> StoreImpl::finish_write(const std::shared_ptr<Image>& image, const Status& status,
-                                                             std::uint64_t file_bytes, std::uint64_t& replaced) {
+                                                             std::uint64_t file_bytes) {
   std::vector<FileToRemove> files;
   Lock lock(mutex_);
   const auto& header = image->header;
@@ -212,7 +209,6 @@ std::vector<StoreImpl::FileToRemove> StoreImpl::finish_write(const std::shared_p
   stats_.written_bytes += file_bytes;
   if (!wanted && record != nullptr && record->on_disk) {
     // A fuller image came meanwhile, and is still to be written. The file that it knew of is now this one.
-    directory_->release(record->file_bytes);
     record->file_bytes = file_bytes;
     return files;
   }
@@ -221,8 +217,6 @@ std::vector<StoreImpl::FileToRemove> StoreImpl::finish_write(const std::shared_p
     files.push_back({file_name_of(header), file_bytes});
     return files;
   }
-  // A narrower part that it took the place of.
-  if (record->on_disk) replaced = record->file_bytes;
   record->waiting = record->leaving = false;
   record->on_disk = true;
   record->file_is_older = false;

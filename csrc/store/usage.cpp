@@ -99,6 +99,8 @@ Status Usage::remove(const std::string& path, std::uint64_t bytes, bool& told) {
   Record record;
   const Status locked = lock(file, record);
   const bool others_removed = record.removed_ever != removed_at_count_ + own_removed_;
+  // A count may have seen it after somebody cut it.
+  if (FileInfo info; env_.stat(path, info).is_ok()) bytes = std::min(bytes, info.size);
   Status status = env_.remove(path);
   told = status.code() != StatusCode::NotFound || (locked.is_ok() && !others_removed);
   if (status.is_ok()) {
@@ -106,6 +108,20 @@ Status Usage::remove(const std::string& path, std::uint64_t bytes, bool& told) {
   } else if (status.code() == StatusCode::NotFound && told) {
     give_back(locked, file.get(), record, bytes, 0);
   }
+  return status;
+}
+
+Status Usage::rename(const std::string& from, const std::string& to, std::uint64_t bytes) {
+  FileInfo info;
+  // Mostly nothing has this name, and what others give it in this moment is counted twice until the next count.
+  if (!env_.stat(to, info).is_ok()) return env_.rename(from, to);
+  std::lock_guard guard(mutex_);
+  std::unique_ptr<LockedFile> file;
+  Record record;
+  const Status locked = lock(file, record);
+  const bool replaces = env_.stat(to, info).is_ok() && info.is_regular;
+  Status status = env_.rename(from, to);
+  if (status.is_ok() && replaces) give_back(locked, file.get(), record, std::min(bytes, info.size), 0);
   return status;
 }
 
@@ -129,6 +145,9 @@ Status Usage::end_count(std::uint64_t bytes) {
   Status status = lock(file, record);
   if (file == nullptr || (!status.is_ok() && status.code() != StatusCode::NotFound)) return status;
   record.used = bytes + less(record.reserved_ever, reserved_at_count_);
+  // Files that others know of and that were missing are out of the sum now.
+  ++record.removed_ever;
+  ++own_removed_;
   return write(*file, record);
 }
 

@@ -25,8 +25,11 @@ class Usage {
   // Gives reserved bytes back that came to nothing. What cannot be told now is told with the next change.
   void release(std::uint64_t bytes);
   // Removes a file and gives its bytes back, in one step for all others. For a file that is missing already they are
-  // given back unless another store may have done so; then `told` is false: only a count can tell.
+  // given back unless another store or a count may have done so; then `told` is false: only a count can tell.
   Status remove(const std::string& path, std::uint64_t bytes, bool& told);
+
+  // Gives a file of so many bytes another name. Those of the file that had this name are given back in the same step.
+  Status rename(const std::string& from, const std::string& to, std::uint64_t bytes);
 
   // Around a count of what is there. What was reserved meanwhile is added to it, for it may not have been seen.
   Status begin_count();
@@ -42,7 +45,7 @@ class Usage {
   struct Record {
     std::uint64_t used = 0;
     std::uint64_t reserved_ever = 0;
-    std::uint64_t removed_ever = 0;  // files that stores removed, not those that others did
+    std::uint64_t removed_ever = 0;  // files that stores removed, and counts, which leave out what others removed
   };
 
   // Locks the file and reads it. NotFound, with the lock held, where there is no sum in it.

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "gather/ready_to_throw.h"
+
 namespace prefixcache::store {
 
 namespace {
@@ -134,6 +136,7 @@ void Writer::run_idle(std::unique_lock<std::mutex>& lock) {
 }
 
 void Writer::run() {
+  gather::ready_to_throw();
   std::unique_lock lock(mutex_);
   bool said_good_bye = false;
   run_idle(lock);

@@ -92,6 +92,8 @@ def scan(
     ``Refused`` unless this is a prefixcache directory that only this user can write to, and for a namespace that is
     not there; OSError for a folder that cannot be listed.
     """
+    if not os.fspath(directory):
+        raise Refused("directory is '', expected a path")
     root = Path(os.path.abspath(os.path.expanduser(directory)))
     folder = _checked(root)
     contents = Contents(root)
@@ -110,6 +112,9 @@ def scan(
             _check_private(below.path)
             for entry in _entries(below.path):
                 _add(contents, name, below.name, entry)
+        elif below.name.startswith(TEMP_PREFIX):
+            # A store tries there whether it can write.
+            _add(contents, name, "", below)
         else:
             _add_other(contents, below)
         if progress is not None:
@@ -177,7 +182,7 @@ def _add(contents: Contents, namespace: str, folder: str, entry: os.DirEntry[str
         info = entry.stat(follow_symlinks=False)
     except FileNotFoundError:
         return
-    path = f"{VERSION_FOLDER}/{namespace}/{folder}/{entry.name}"
+    path = "/".join(filter(None, (VERSION_FOLDER, namespace, folder, entry.name)))
     file = (info.st_size, info.st_mtime, identity_of(info))
     if not stat.S_ISREG(info.st_mode):
         contents.odd.append(path)

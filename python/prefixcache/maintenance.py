@@ -338,7 +338,8 @@ def _carry_out(
     contents: Contents, doomed: Sequence[StoredPart], now: float, dry_run: bool, progress: OnProgress | None
 ) -> Removal:
     result = Removal(contents.directory, dry_run)
-    old = [leftover for leftover in contents.leftovers if now - leftover.modified > TEMP_GRACE_SECONDS]
+    # One of the far future says as little of a write under way: a clock was wrong.
+    old = [leftover for leftover in contents.leftovers if abs(now - leftover.modified) > TEMP_GRACE_SECONDS]
     total = len(old) + len(doomed)
     for done, leftover in enumerate(old):
         if _outcome(result, leftover) == "removed":

@@ -94,6 +94,11 @@ class TestOpen:
         with pytest.raises(ValueError, match="one cache per layer"):
             PrefixCache.open(tmp_path / "cache", namespace="a", caches=[])
 
+    def test_a_directory_with_a_zero_byte(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="directory"):
+            open_cache(f"{tmp_path}/cache\0/elsewhere")  # type: ignore[arg-type]
+        assert list(tmp_path.iterdir()) == []
+
     def test_no_directory_only_in_ram(self) -> None:
         with pytest.raises(ValueError, match="directory"):
             open_cache(None)

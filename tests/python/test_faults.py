@@ -140,12 +140,12 @@ class TestWhileRunning:
 
 
 CHILD = """
-import os, resource, sys
+import os, resource, signal, sys
 sys.path.insert(0, sys.argv[1])
 from contextlib import suppress
 from pathlib import Path
 from test_faults import fetch, store, works, TOKENS
-from support import all_files, open_cache, part_files
+from support import all_files, filled, open_cache, part_files
 directory = Path(sys.argv[2])
 for ram in (0, "64MB"):
     with open_cache(directory, ram=ram) as cache:
@@ -200,6 +200,26 @@ print("done")
 """
 
 
+FORKED = """
+        store(cache, TOKENS)
+        other = list(range(40))
+        rows = filled(other)
+        child = os.fork()
+        if child == 0:
+            # It has none of the cache's threads, and ends as every process does.
+            signal.alarm(60)
+            miss = cache.fetch([*TOKENS, 1])
+            assert (miss.cached_tokens, cache.store(other, rows).reason) == (0, "closed")
+            assert cache.stats()["degraded"]
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert fetch(cache, TOKENS) == 41
+        works(cache, directory)
+        cache.clear()
+print("done")
+"""
+
+
 @pytest.fixture
 def public_directory(tmp_path: Path) -> Iterator[Path]:
     """One that a child without privileges can reach."""
@@ -209,7 +229,7 @@ def public_directory(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "cache"
 
 
-@pytest.mark.parametrize("body", [FILE_SIZE, READ_ONLY], ids=["file size", "read-only"])
+@pytest.mark.parametrize("body", [FILE_SIZE, READ_ONLY, FORKED], ids=["file size", "read-only", "forked"])
 def test_in_a_child(public_directory: Path, body: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CHILD + body, str(HERE), str(public_directory)],

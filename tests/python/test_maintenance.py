@@ -123,6 +123,8 @@ class TestRefusal:
     def test_no_prefixcache_directory(self, tmp_path: Path) -> None:
         with pytest.raises(Refused, match="does not exist"):
             scan(tmp_path / "none")
+        with pytest.raises(Refused, match="directory is ''"):
+            scan("")
         (tmp_path / "file").write_text("x")
         with pytest.raises(Refused, match="is not a directory"):
             scan(tmp_path / "file")
@@ -409,15 +411,19 @@ class TestGc:
         set_age(link, 9e9)
         outside.parent.mkdir()
         outside.write_text("mine")
-        stray = tmp_path / "c" / "v1" / "test" / ".tmp-stray"
-        stray.write_text("mine")
-        set_age(stray, 1e6)
-        assert [one.path.rpartition("/")[2] for one in gc(tmp_path / "c", dry_run=True).leftovers] == [".tmp-old"]
-        assert old.exists()
+        # What a store tried its folder with, and what a wrong clock dated.
+        probe, future = tmp_path / "c" / "v1" / "test" / ".tmp-probe", folder / ".tmp-future"
+        stray = tmp_path / "c" / "v1" / ".tmp-stray"
+        for path, age in ((probe, 1e6), (future, -1e6), (stray, 1e6)):
+            path.write_text("m")
+            set_age(path, age)
+        names = [one.path.rpartition("/")[2] for one in gc(tmp_path / "c", dry_run=True).leftovers]
+        assert sorted(names) == [".tmp-future", ".tmp-old", ".tmp-probe"]
+        assert old.exists() and probe.exists() and future.exists()
         result = gc(tmp_path / "c")
-        assert (result.parts, len(result.leftovers), result.leftover_bytes, result.kept_files) == ([], 1, 10, 6)
+        assert (result.parts, len(result.leftovers), result.leftover_bytes, result.kept_files) == ([], 3, 12, 6)
         clear(tmp_path / "c")
-        assert not old.exists()
+        assert not old.exists() and not probe.exists() and not future.exists()
         assert young.exists() and link.is_symlink() and outside.exists() and stray.exists()
         assert part_files(tmp_path / "c") == []
 

@@ -1,6 +1,7 @@
 // block_store.h: rows of cache slots, kept in blocks of tokens under chain-hash keys, in RAM and on SSD.
 //
-// Threads: any method from any thread. put() may return before the bytes are on disk; flush() waits for them.
+// Threads: any method from any thread. put() may return before the bytes are on disk; flush() waits for them. A store
+//          is of the process that opened it: in one that was forked since, calls answer Closed or a miss.
 // Owns:    its part files below the directory, its index, its RAM tier and its writer thread.
 // Units:   bytes for sizes, tokens for positions, rows and depths.
 // Errors:  misuse throws std::invalid_argument. Everything else returns a Status: a miss is NotFound, a damaged file is

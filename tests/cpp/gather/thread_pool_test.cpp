@@ -6,6 +6,8 @@
 
 #include <gtest/gtest.h>
 
+#include "support/no_threads.h"
+
 namespace prefixcache::gather {
 namespace {
 
@@ -25,6 +27,16 @@ TEST(ThreadPool, ZeroMeansOneACoreUpToEight) {
   const int threads = ThreadPool(0).threads();
   EXPECT_GE(threads, 1);
   EXPECT_LE(threads, 8);
+}
+
+TEST(ThreadPool, TheCallerDoesItAllWhereThereIsNoThread) {
+  if (!testing::kCanRefuseThreads) GTEST_SKIP() << "this C library has no default size of stacks";
+  const testing::NoThreads none;
+  ThreadPool pool(4);
+  EXPECT_EQ(pool.threads(), 1);
+  int runs = 0;
+  pool.parallel_for(100, [&](std::size_t) { ++runs; });
+  EXPECT_EQ(runs, 100);
 }
 
 TEST(ThreadPool, TheCallerHelps) {

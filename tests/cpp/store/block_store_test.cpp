@@ -11,6 +11,8 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include "support/failing_env.h"
+#include "support/no_threads.h"
 #include "support/store_fixture.h"
 
 namespace prefixcache {
@@ -38,12 +40,14 @@ TEST_F(BlockStoreTest, BadOptionsAreNamed) {
   }
   refused("name_space", [](Options& o) { o.name_space = std::string(129, 'a'); });
   refused("directory", [](Options& o) { o.directory.clear(); });
+  refused("directory is a text with a zero byte", [](Options& o) { o.directory += std::string("\0/x", 3); });
   const std::uint64_t huge = (std::uint64_t{1} << 60) + 1;
   refused("ram_bytes is 1152921504606846977", [&](Options& o) { o.ram_bytes = huge; });
   refused("disk_bytes", [&](Options& o) { o.disk_bytes = huge; });
   refused("queue_bytes", [&](Options& o) { o.queue_bytes = huge; });
   refused("put_wait_seconds is -1", [](Options& o) { o.put_wait_seconds = -1; });
   refused("put_wait_seconds", [](Options& o) { o.put_wait_seconds = std::nan(""); });
+  refused("disk_wait_seconds", [](Options& o) { o.disk_wait_seconds = 1e12; });
   refused("temp_grace_seconds", [](Options& o) { o.temp_grace_seconds = -0.5; });
   refused("threads is -1", [](Options& o) { o.threads = -1; });
   refused("threads is 257", [](Options& o) { o.threads = 257; });
@@ -163,6 +167,21 @@ TEST_F(BlockStoreTest, ADirectoryRemovedWhileRunningComesBack) {
   EXPECT_EQ(dir_.parts().size(), 1u);
 }
 
+TEST_F(BlockStoreTest, WithoutAThreadThatWritesItWorksInRam) {
+  if (!testing::kCanRefuseThreads) GTEST_SKIP() << "this C library has no default size of stacks";
+  options_.ram_bytes = 1 << 20;
+  const testing::NoThreads none;
+  const auto store = open();
+  EXPECT_TRUE(store->stats().degraded);
+  EXPECT_NE(store->stats().last_error.find("no thread"), std::string::npos) << store->stats().last_error;
+  const auto blocks = chain(2, 4);
+  put_chain(*store, blocks);
+  EXPECT_EQ(found(*store, blocks), 2u);
+  expect_chain(*store, blocks);
+  EXPECT_TRUE(store->flush().is_ok());
+  EXPECT_TRUE(store->close().is_ok());
+}
+
 TEST_F(BlockStoreTest, ADirectoryThatCannotBeMadeGivesADegradedStore) {
   options_.ram_bytes = 1 << 20;
   env_.private_answer = {StatusCode::IOError, "the volume is gone", EIO};
@@ -194,6 +213,28 @@ TEST_F(BlockStoreTest, WhatOneStoreWritesTheOtherFindsWithoutReopening) {
   ASSERT_TRUE(first->erase(std::vector<Key>{blocks[4].key}, kv).is_ok());
   const auto third = open();
   EXPECT_EQ(found(*third, blocks), 4u);
+}
+
+TEST_F(BlockStoreTest, ALookupAsksTheDiskForTheFirstMissingBlockOnly) {
+  testing::FailingEnv counting;
+  options_.env = &counting;
+  const auto store = open();
+  const auto asked = [&](std::size_t known, std::size_t wanted) {
+    const auto blocks = chain(wanted, 4, static_cast<std::uint32_t>(wanted));
+    put_chain(*store, {blocks.begin(), blocks.begin() + static_cast<long>(known)});
+    EXPECT_TRUE(store->flush().is_ok());
+    const std::size_t before = counting.calls().size();
+    EXPECT_EQ(found(*store, blocks), known);
+    const auto calls = counting.calls();
+    for (std::size_t i = before; i < calls.size(); ++i) EXPECT_EQ(calls[i], testing::Call::stat);
+    return calls.size() - before;
+  };
+  // The folders on the way, and the file in the last of them.
+  for (const std::size_t wanted : {4u, 400u}) {
+    const std::size_t calls = asked(3, wanted);
+    EXPECT_TRUE(calls == 3 || calls == 4) << calls;
+  }
+  EXPECT_EQ(asked(5, 5), 0u);
 }
 
 TEST_F(BlockStoreTest, AFileOfTheOtherNamespaceIsNotServedUnderThisOne) {

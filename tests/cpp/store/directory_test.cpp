@@ -37,8 +37,8 @@ class DirectoryTest : public ::testing::Test {
     }
     if (!status.is_ok()) return status;
     status = directory.write(name_of(block), pieces, temp);
-    if (status.is_ok()) status = directory.publish(temp, name_of(block));
-    if (!status.is_ok()) directory.release(size);
+    if (status.is_ok()) return directory.publish(temp, name_of(block), size);
+    directory.release(size);
     return status;
   }
   static std::vector<FoundPart> scan(Directory& directory) {
@@ -150,18 +150,23 @@ TEST_F(DirectoryTest, RemovesTemporaryFilesThatAreOldEnough) {
   auto directory = open();
   ASSERT_TRUE(directory.prepare().is_ok());
   fs::create_directories(dir_ / "root/v1/ns/ab");
-  write_file(dir_ / "root/v1/ns/ab/.tmp-1-1", "abandoned");
-  EXPECT_TRUE(scan(directory).empty());
-  EXPECT_EQ(directory.used(), 9u);
-  env_.clock_offset = 599;
-  auto young = open();
-  scan(young);
-  EXPECT_EQ(dir_.files().size(), 1u);
-  env_.clock_offset = 602;
-  auto later = open();
-  scan(later);
-  EXPECT_TRUE(dir_.files().empty());
-  EXPECT_EQ(later.used(), 0u);
+  // The other way round: they were written while the clock was wrong.
+  for (const int sign : {1, -1}) {
+    write_file(dir_ / "root/v1/ns/ab/.tmp-1-1", "abandoned");
+    write_file(dir_ / "root/v1/ns/.tmp-1-2", "p");
+    env_.clock_offset = 0;
+    EXPECT_TRUE(scan(directory).empty());
+    EXPECT_EQ(directory.used(), 10u);
+    env_.clock_offset = sign * 590;
+    auto young = open();
+    scan(young);
+    EXPECT_EQ(dir_.files().size(), 2u);
+    env_.clock_offset = sign * 610;
+    auto later = open();
+    scan(later);
+    EXPECT_TRUE(dir_.files().empty());
+    EXPECT_EQ(later.used(), 0u);
+  }
 }
 
 TEST_F(DirectoryTest, PrepareChecksEveryLevel) {

@@ -2,6 +2,7 @@
 // with no more memory than the file has bytes, in no time, and nothing touched outside of the directory.
 #include <chrono>
 #include <filesystem>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -243,6 +244,29 @@ TEST_F(HostileFile, RoomIsNotForAFileToAsk) {
   const auto store = open();
   const Gathered gathered = store->gather(testing::request_for({block_}, 0, 8, 2147483647));
   EXPECT_EQ(gathered.status.code(), StatusCode::Full) << gathered.status.message();
+}
+
+TEST_F(HostileFile, MemoryThatPutCannotHaveIsFull) {
+  const Block block = chain(1, 200'000, 1)[0];
+  const auto spec = testing::one_state()[0];
+  const std::vector<SlotInput> slots = {{spec.name, testing::array_of(spec, {block}, 0, 0), spec.seq_axis}};
+  PutRequest request;
+  request.key = block.key;
+  request.parent = block.parent;
+  request.depth = request.row_hi = block.depth;
+  request.part = Part::state;
+  request.tokens = block.tokens;
+  request.slots = slots;
+  const auto store = open();
+  testing::most = 100'000;
+  const Status status = store->put(request);
+  testing::most = std::numeric_limits<std::size_t>::max();
+  EXPECT_EQ(status.code(), StatusCode::Full) << status.message();
+  EXPECT_EQ(store->stats().put_full, 1u);
+  EXPECT_EQ(store->stats().queued_bytes, 0u);
+  EXPECT_TRUE(store->put(request).is_ok());
+  EXPECT_TRUE(store->flush().is_ok());
+  EXPECT_TRUE(store->load(block.key, Part::state).status.is_ok());
 }
 
 TEST_F(HostileFile, ThingsThatAreNoFiles) {

@@ -88,6 +88,13 @@ TEST_F(PartFilesTest, DamagedDataIsFoundWhereDataAreRead) {
   }
 }
 
+TEST_F(PartFilesTest, AFileCutWhileItIsCheckedIsNoCrash) {
+  env_.after_map = [](const std::string& path) { fs::resize_file(path, 4096); };
+  EXPECT_EQ(check(), StatusCode::IOError);
+  env_.after_map = nullptr;
+  EXPECT_EQ(check(), StatusCode::Corrupt);
+}
+
 TEST_F(PartFilesTest, ADamagedHeaderSaysNothing) {
   flip(100);
   EXPECT_EQ(check(false), StatusCode::Corrupt);

@@ -6,6 +6,8 @@
 
 #include <gtest/gtest.h>
 
+#include "support/no_threads.h"
+
 namespace prefixcache::store {
 namespace {
 
@@ -53,6 +55,23 @@ TEST(Patience, CallersDoNotWaitForEachOther) {
   for (int i = 0; i < 10; ++i) EXPECT_TRUE(patience.run([] {}, 60));
   gate.set_value();
   first.join();
+}
+
+TEST(Patience, WhereThereIsNoThreadNothingIsRunUntilThereIs) {
+  if (!testing::kCanRefuseThreads) GTEST_SKIP() << "this C library has no default size of stacks";
+  Patience patience;
+  bool ran = false;
+  {
+    const testing::NoThreads none;
+    for (int i = 0; i < 3; ++i) EXPECT_FALSE(patience.run([&] { ran = true; }, 60));
+    EXPECT_FALSE(patience.overrun()) << "nothing is under way";
+    // One that never had a thread ends too.
+    Patience another;
+    EXPECT_FALSE(another.run([&] { ran = true; }, 60));
+  }
+  EXPECT_FALSE(ran);
+  EXPECT_TRUE(patience.run([&] { ran = true; }, 60));
+  EXPECT_TRUE(ran);
 }
 
 TEST(Patience, TheEndWaitsForWhatWasLeftAlone) {

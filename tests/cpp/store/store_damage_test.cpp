@@ -158,6 +158,23 @@ TEST_F(StoreDamage, AFileCutWhileItIsReadIsAMissAndNoCrash) {
   }
 }
 
+TEST_F(StoreDamage, WhatTheProcessLacksIsNoFaultOfTheFile) {
+  const auto blocks = chain(2, 8);
+  // A tail: once forgotten, nobody would ask the disk for it.
+  const auto tail = testing::tail_of(chain(1, 8, 5, blocks[1].key, blocks[1].depth)[0], 3);
+  prepare(blocks);
+  prepare({tail});
+  const auto store = open();
+  for (const int number : {EMFILE, ENFILE, ENOMEM}) {
+    env_.open_error = number;
+    EXPECT_EQ(store->gather(request_for({blocks[0], blocks[1], tail})).status.error_number(), number);
+    env_.open_error = 0;
+    EXPECT_EQ(store->stats().corrupt_parts, 0u);
+    EXPECT_TRUE(has(*store, tail));
+  }
+  expect_chain(*store, {blocks[0], blocks[1], tail});
+}
+
 TEST_F(StoreDamage, AReadErrorIsAMissThatKeepsTheFile) {
   const auto blocks = chain(2, 8);
   prepare(blocks);

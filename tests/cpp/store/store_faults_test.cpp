@@ -90,6 +90,7 @@ class StoreFaults : public ::testing::TestWithParam<Trouble> {
     const auto settled = [&](const Status& status) {
       EXPECT_TRUE(status.is_ok() || status.code() == StatusCode::Full) << status.message();
       store.flush();
+      EXPECT_LE(bytes_below(options_.directory), options_.disk_bytes + kMostPart);
     };
     for (const auto& block : first_) settled(put_block(store, block));
     settled(put_window(store, first_[1], 10, 16, kGroup));
@@ -127,6 +128,7 @@ class StoreFaults : public ::testing::TestWithParam<Trouble> {
       for (const auto& block : second_) {
         put_block(*store, block);
         store->flush();
+        EXPECT_LE(bytes_below(directory), options_.disk_bytes + kMostPart);
       }
       look(*store);
       finish(*store, counted);
@@ -155,6 +157,8 @@ class StoreFaults : public ::testing::TestWithParam<Trouble> {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
     EXPECT_EQ(store->stats().disk_bytes, bytes_below(directory));
+    EXPECT_LE(bytes_below(directory), options_.disk_bytes);
+    EXPECT_EQ(leftovers_below(directory), 0u);
     EXPECT_FALSE(store->stats().degraded) << store->stats().last_error;
     EXPECT_TRUE(store->clear().is_ok());
     put_all(*store);
@@ -173,6 +177,15 @@ class StoreFaults : public ::testing::TestWithParam<Trouble> {
       if (item.is_regular_file() && item.path().filename() != ".usage") sum += item.file_size();
     }
     return sum;
+  }
+
+  static std::size_t leftovers_below(const fs::path& directory) {
+    std::size_t count = 0;
+    if (!fs::exists(directory)) return 0;
+    for (const auto& item : fs::recursive_directory_iterator(directory)) {
+      count += item.path().filename().string().starts_with(".tmp-") ? 1 : 0;
+    }
+    return count;
   }
 
   testing::TempDir dir_;

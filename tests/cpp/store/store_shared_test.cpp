@@ -118,6 +118,23 @@ TEST_F(StoreShared, WhatOneEvictsIsAMissForTheOther) {
   EXPECT_LE(dir_.bytes(), options_.disk_bytes);
 }
 
+TEST_F(StoreShared, RowsThatTookTheirPlaceWhenTheyWereGoneAreCountedInFull) {
+  options_.disk_bytes = 3 * kFile;
+  const auto a = open_as("a");
+  const Block block = chain(1, 4)[0];
+  ASSERT_TRUE(testing::put_window(*a, block, 1, 4, 7, one_page()).is_ok());
+  ASSERT_TRUE(a->flush().is_ok());
+  const auto b = open_as("b");
+  env_.clock_offset = 3600;
+  put_chain(*b, chain(3, 4, 1), one_page());
+  ASSERT_TRUE(b->flush().is_ok());
+  EXPECT_EQ(dir_.parts().size(), 3u) << "the rows of the window have gone";
+  ASSERT_TRUE(testing::put_window(*a, block, 0, 4, 7, one_page()).is_ok());
+  ASSERT_TRUE(a->flush().is_ok());
+  EXPECT_LE(dir_.bytes(), options_.disk_bytes);
+  EXPECT_EQ(a->stats().disk_bytes, dir_.bytes());
+}
+
 TEST_F(StoreShared, WhatOthersWroteSinceIsFoundBeforeAStoreIsFull) {
   options_.disk_bytes = 3 * kFile;
   const auto a = open_as("a"), b = open_as("b");
@@ -172,6 +189,28 @@ TEST_F(StoreShared, AFileRemovedByHandIsNoticedWhenItIsAskedFor) {
   EXPECT_EQ(found(*store, blocks), 1u);
   EXPECT_EQ(store->stats().disk_bytes, dir_.bytes());
   EXPECT_EQ(store->stats().lost_parts, 1u);
+}
+
+TEST_F(StoreShared, WhatWasRemovedByHandMakesNoRoomTwice) {
+  options_.disk_bytes = 6 * kFile;
+  const auto a = open_as("a");
+  const auto blocks = chain(5, 4);
+  put_chain(*a, blocks, one_page());
+  ASSERT_TRUE(a->flush().is_ok());
+  for (const auto& block : blocks) fs::remove(file_of(block));
+  // The other one counts, and fills the room.
+  const auto b = open_as("b");
+  put_chain(*b, chain(6, 4, 1), one_page());
+  ASSERT_TRUE(b->flush().is_ok());
+  EXPECT_EQ(dir_.parts().size(), 6u);
+  for (const auto& block : blocks) {
+    EXPECT_EQ(a->gather(testing::request_for({block})).status.code(), StatusCode::NotFound);
+  }
+  for (std::uint32_t i = 0; i < 5; ++i) {
+    put_chain(*b, chain(1, 4, 10 + i), one_page());
+    ASSERT_TRUE(b->flush().is_ok());
+    EXPECT_LE(dir_.bytes(), options_.disk_bytes);
+  }
 }
 
 TEST_F(StoreShared, ATreeRemovedByHandIsNoticedAtTheNextWrite) {

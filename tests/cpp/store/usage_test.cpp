@@ -2,6 +2,7 @@
 
 #include <cerrno>
 #include <csignal>
+#include <filesystem>
 #include <thread>
 
 #include <sys/wait.h>
@@ -79,6 +80,25 @@ TEST_F(UsageTest, DamageIsAReasonToCountAgain) {
   }
 }
 
+TEST_F(UsageTest, AFileCutAnywhereIsAReasonToCountAgain) {
+  auto usage = open();
+  for (std::uintmax_t size = 0; size < 64; ++size) {
+    count(usage, 100);
+    std::filesystem::resize_file(dir_ / ".usage", size);
+    bool granted = true;
+    const Status status = usage.reserve(1, kLimit, granted);
+    // The last bytes are of no use yet.
+    EXPECT_EQ(status.is_ok(), size >= 40) << size << ": " << status.message();
+    EXPECT_EQ(granted, size >= 40) << size;
+  }
+  // Somebody's file, much longer than ours.
+  testing::write_file(dir_ / ".usage", std::string(1 << 20, 'x'));
+  count(usage, 70);
+  EXPECT_TRUE(reserve(usage, 30));
+  EXPECT_EQ(open().used(), 0u);
+  EXPECT_EQ(usage.used(), 100u);
+}
+
 TEST_F(UsageTest, WhatIsReservedDuringACountIsAddedToIt) {
   auto a = open(), b = open();
   count(a, 0);
@@ -91,10 +111,10 @@ TEST_F(UsageTest, WhatIsReservedDuringACountIsAddedToIt) {
 
 TEST_F(UsageTest, AMissingFileIsSubtractedOnceAtMost) {
   auto a = open(), b = open();
-  count(a, 0);
   count(b, 0);
+  count(a, 0);
   ASSERT_TRUE(reserve(a, 500));
-  for (const char* name : {"1", "2"}) testing::write_file(dir_ / name, "x");
+  for (const char* name : {"1", "2"}) testing::write_file(dir_ / name, std::string(100, 'x'));
   // Removed by hand: nobody has said so.
   EXPECT_TRUE(remove(a, "missing", 100));
   EXPECT_EQ(a.used(), 400u);
@@ -109,6 +129,56 @@ TEST_F(UsageTest, AMissingFileIsSubtractedOnceAtMost) {
   count(a, 100);
   EXPECT_TRUE(remove(a, "missing", 100));
   EXPECT_EQ(a.used(), 0u);
+}
+
+TEST_F(UsageTest, WhatACountLeftOutIsNotSubtractedAgain) {
+  auto a = open(), b = open();
+  count(a, 500);
+  // Somebody removes a file of 100 bytes, and the other store counts what is left.
+  count(b, 400);
+  EXPECT_FALSE(remove(a, "missing", 100)) << "only a count can tell";
+  EXPECT_TRUE(reserve(a, 0));
+  EXPECT_EQ(a.used(), 400u);
+  count(a, 400);
+  EXPECT_TRUE(remove(a, "missing", 100)) << "its own count is no reason for doubt";
+}
+
+TEST_F(UsageTest, AFileGivesBackNoMoreThanItHas) {
+  auto a = open(), b = open();
+  count(a, 0);
+  ASSERT_TRUE(reserve(a, 100));
+  testing::write_file(dir_ / "cut", std::string(30, 'x'));
+  count(b, 30);
+  EXPECT_TRUE(remove(a, "cut", 100));
+  EXPECT_EQ(a.used(), 0u);
+  ASSERT_TRUE(reserve(a, 50));
+  testing::write_file(dir_ / "cut", std::string(30, 'x'));
+  EXPECT_TRUE(remove(a, "cut", 100));
+  EXPECT_EQ(a.used(), 20u);
+}
+
+TEST_F(UsageTest, AFileThatTakesAnothersPlaceGivesItsBytesBackOnce) {
+  auto a = open(), b = open();
+  count(b, 0);
+  count(a, 0);
+  const auto written = [&](const std::string& name, std::size_t bytes) {
+    ASSERT_TRUE(reserve(a, bytes));
+    testing::write_file(dir_ / name, std::string(bytes, 'x'));
+  };
+  written("new", 100);
+  ASSERT_TRUE(a.rename(dir_ / "new", dir_ / "part", 100).is_ok());
+  EXPECT_TRUE(reserve(b, 0));
+  EXPECT_EQ(b.used(), 100u) << "nothing was there";
+  written("fuller", 150);
+  ASSERT_TRUE(a.rename(dir_ / "fuller", dir_ / "part", 150).is_ok());
+  EXPECT_EQ(a.used(), 150u);
+  // Removed by the other store, who has given its bytes back.
+  EXPECT_TRUE(remove(b, "part", 150));
+  written("fullest", 200);
+  ASSERT_TRUE(a.rename(dir_ / "fullest", dir_ / "part", 200).is_ok());
+  EXPECT_EQ(a.used(), 200u);
+  EXPECT_EQ(a.rename(dir_ / "missing", dir_ / "part", 10).code(), StatusCode::NotFound);
+  EXPECT_EQ(a.used(), 200u);
 }
 
 TEST_F(UsageTest, ManyAtOnceLoseNothing) {

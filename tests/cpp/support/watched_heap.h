@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
+#include <limits>
 #include <new>
 
 namespace prefixcache::testing {
@@ -11,6 +12,8 @@ namespace prefixcache::testing {
 // Since the last reset: the sum, and the largest piece.
 inline thread_local std::size_t allocated = 0;
 inline thread_local std::size_t largest = 0;
+// No larger piece is to be had.
+inline thread_local std::size_t most = std::numeric_limits<std::size_t>::max();
 
 }  // namespace prefixcache::testing
 
@@ -18,7 +21,8 @@ inline thread_local std::size_t largest = 0;
 [[gnu::noinline]] void* operator new(std::size_t size) {
   prefixcache::testing::allocated += size;
   prefixcache::testing::largest = std::max(prefixcache::testing::largest, size);
-  if (void* memory = std::malloc(size)) return memory;
+  void* memory = size > prefixcache::testing::most ? nullptr : std::malloc(size);
+  if (memory != nullptr) return memory;
   throw std::bad_alloc();
 }
 [[gnu::noinline]] void operator delete(void* memory) noexcept {
