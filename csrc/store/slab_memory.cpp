@@ -1,4 +1,6 @@
 // slab_memory.cpp: memory for images that a kernel reads where they lie.
+#include "store/slab_memory.h"
+
 #include <algorithm>
 #include <limits>
 #include <map>
@@ -8,7 +10,6 @@
 #include <utility>
 
 #include "layout/mlx_compat.h"
-#include "store/memory.h"
 
 namespace prefixcache::store {
 
@@ -22,13 +23,13 @@ std::uint64_t whole(std::uint64_t bytes, std::uint64_t unit) {
 }
 
 // Null where there is no memory for it.
-std::shared_ptr<Slab> make_slab(std::uint64_t bytes, std::uint64_t number) {
+std::shared_ptr<Slab> make_slab(const MakeArray& make, std::uint64_t bytes, std::uint64_t number) {
   // Extents of arrays are 32-bit.
   using Extent = mlx::core::ShapeElem;
   const std::uint64_t pages = bytes / kMemoryPage;
   if (pages > static_cast<std::uint64_t>(std::numeric_limits<Extent>::max())) return nullptr;
   try {
-    auto memory = make_uninitialised({static_cast<Extent>(pages), static_cast<Extent>(kMemoryPage)}, mlx::core::uint8);
+    auto memory = make({static_cast<Extent>(pages), static_cast<Extent>(kMemoryPage)}, mlx::core::uint8);
     auto* data = memory.data<std::uint8_t>();
     return std::make_shared<Slab>(Slab{std::move(memory), bytes, data, number});
   } catch (const std::bad_alloc&) {
@@ -41,6 +42,8 @@ std::shared_ptr<Slab> make_slab(std::uint64_t bytes, std::uint64_t number) {
 
 class SlabMemory final : public Memory {
  public:
+  explicit SlabMemory(MakeArray make) : make_(std::move(make)) {}
+
   MemoryRange take(std::uint64_t want, std::uint64_t limit) override {
     // The best fit; of equals the one in the oldest slab, so that the younger ones run empty.
     auto best = by_size_.lower_bound({want, 0, 0});
@@ -134,7 +137,7 @@ class SlabMemory final : public Memory {
     const auto with_room = [want](std::uint64_t bytes) { return std::max(want, whole(bytes + want - 1, want)); };
     std::uint64_t bytes = std::min(whole(limit - held_, kMemoryPage), with_room(limit / kSlabs));
     for (;;) {
-      if (std::shared_ptr<const Slab> slab = make_slab(bytes, next_number_)) {
+      if (std::shared_ptr<const Slab> slab = make_slab(make_, bytes, next_number_)) {
         add_free(parts_[next_number_++] = Part{std::move(slab), {}}, 0, bytes);
         held_ += bytes;
         return true;
@@ -150,6 +153,7 @@ class SlabMemory final : public Memory {
     }
   }
 
+  const MakeArray make_;
   Parts parts_;  // by the number of the slab
   std::set<Free> by_size_;
   std::uint64_t next_number_ = 0;
@@ -159,8 +163,12 @@ class SlabMemory final : public Memory {
 
 }  // namespace
 
+std::unique_ptr<Memory> slab_memory(MakeArray make) {
+  return std::make_unique<SlabMemory>(std::move(make));
+}
+
 std::unique_ptr<Memory> slab_memory() {
-  return std::make_unique<SlabMemory>();
+  return slab_memory(make_uninitialised);
 }
 
 }  // namespace prefixcache::store

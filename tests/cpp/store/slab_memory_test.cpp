@@ -1,14 +1,19 @@
+#include "store/slab_memory.h"
+
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <random>
 #include <set>
+#include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
 #include <mlx/memory.h>
 
-#include "store/memory.h"
+#include "layout/mlx_compat.h"
 
 namespace prefixcache::store {
 namespace {
@@ -150,18 +155,56 @@ TEST_F(SlabMemoryTest, WhoeverUsesMemoryKeepsItsSlab) {
   std::memset(range.data, 1, range.size);
 }
 
-TEST_F(SlabMemoryTest, ADeviceWithoutMemoryIsNoException) {
-  limit_ = std::uint64_t{1} << 60;
-  memory_->give_back(take(1));
-  // Slabs of an eighth of that do not exist anywhere: smaller ones do.
-  EXPECT_GT(held_pages(), 0u);
-  EXPECT_LT(held_pages(), limit_ / 8 / kPage);
-  // What is unused goes before it says no.
-  for (const std::uint64_t bytes : {limit_, limit_ / 2}) {
-    EXPECT_EQ(memory_->take(bytes, limit_).data, nullptr);
-    EXPECT_EQ(held_pages(), 0u);
+// A device that gives `pages` in one piece and `in_all` together, and says no in either of MLX's ways.
+class SmallDevice {
+ public:
+  SmallDevice(std::uint64_t pages, std::uint64_t in_all) : pages_(pages), in_all_(in_all) {}
+  mlx::core::array operator()(mlx::core::Shape shape, mlx::core::Dtype dtype) const {
+    const auto pages = static_cast<std::uint64_t>(shape[0]);
+    if (pages > pages_) throw std::runtime_error("larger than a buffer may be");
+    const std::uint64_t active = mlx::core::get_active_memory() - active_before_;
+    if (active / kPage + pages > in_all_) throw std::bad_alloc();
+    return make_uninitialised(std::move(shape), dtype);
   }
-  EXPECT_NE(take(1).data, nullptr);
+
+ private:
+  std::uint64_t pages_;
+  std::uint64_t in_all_;
+  std::uint64_t active_before_ = mlx::core::get_active_memory();
+};
+
+TEST_F(SlabMemoryTest, ADeviceWithLessMemoryThanTheLimitGivesSmallerSlabs) {
+  limit_ = 512 * kPage;
+  memory_ = slab_memory(SmallDevice(20, 50));
+  // Halves of 64 pages until they can be had, then what is wanted.
+  std::vector<MemoryRange> ranges;
+  for (auto range = take(2); range.data != nullptr; range = take(2)) ranges.push_back(range);
+  EXPECT_EQ(ranges.size(), 25u);
+  EXPECT_EQ(ranges[0].slab->bytes, 16 * kPage);
+  EXPECT_EQ(ranges.back().slab->bytes, 2 * kPage);
+  EXPECT_EQ(held_pages(), 50u);
+}
+
+TEST_F(SlabMemoryTest, AFullDeviceGetsBackWhatIsUnusedBeforeAnythingIsRefused) {
+  limit_ = 512 * kPage;
+  memory_ = slab_memory(SmallDevice(40, 50));
+  memory_->give_back(take(2));
+  auto used = take(2);
+  EXPECT_EQ(take(40).data, nullptr);
+  EXPECT_EQ(held_pages(), 32u) << "in use";
+  memory_->give_back(std::move(used));
+  const auto large = take(40);
+  EXPECT_EQ(large.size, 40 * kPage);
+  EXPECT_EQ(held_pages(), 40u);
+  EXPECT_EQ(take(41).data, nullptr);
+}
+
+TEST_F(SlabMemoryTest, ALimitThatNoDeviceHasIsNoException) {
+  limit_ = std::uint64_t{1} << 60;
+  for (const std::uint64_t bytes : {limit_, limit_ / 2, std::uint64_t{1} << 47}) {
+    EXPECT_EQ(memory_->take(bytes, limit_).data, nullptr);
+  }
+  EXPECT_EQ(held_pages(), 0u);
 }
 
 // Any order of taking and giving back, compared with a plain list of what is in use.
