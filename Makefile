@@ -11,8 +11,8 @@ OTHER_BUILD := build/mlx031
 BIN = $(VENV)/bin
 # MLX's Linux wheel brings a reference BLAS; a fast one in front of it makes the real model 30 times faster.
 RUN = $(addprefix LD_PRELOAD=,$(firstword $(shell ls /usr/lib/*/openblas-pthread/libopenblas.so.0 2>/dev/null))) PATH="$(CURDIR)/$(BIN):$$PATH"
-# Two files at a time, each with a core.
-PYTEST = OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Two files at a time, each with a core, in the order of tests/python/conftest.py.
+PYTEST = OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 SOURCES := $(shell find csrc cmake python metal -type f -not -name '*.pyc' -not -name '*.so' -not -path '*/lib/*' 2>/dev/null) \
   CMakeLists.txt pyproject.toml mlx-lines.json scripts/mlx_lines.py
 # The short form of the other line: every handler, the front door, exact continuation, windows, states and a real model;
@@ -33,11 +33,11 @@ demo: $(BUILD)/.installed  ## restore a real model's prefix, in this process and
 
 test: test-current test-other  ## every kind of test, the long ones and the other line of MLX in a short form
 
-# While one line is compiled the packages of the other are fetched.
-test-current: $(VENV)/.ready lint  ## what make test runs with the current line of MLX
+# Both lines are set up and compiled side by side: while one fetches packages the other has the processor.
+test-current: build/.system  ## what make test runs with the current line of MLX
 	@$(MAKE) --no-print-directory $(OTHER_BUILD)/.installed & other=$$!; \
-	  $(MAKE) --no-print-directory $(BUILD)/.tests; mine=$$?; wait $$other && exit $$mine
-	$(RUN) ctest --test-dir $(BUILD) --output-on-failure -j 2
+	  $(MAKE) --no-print-directory lint $(BUILD)/.tests; mine=$$?; wait $$other && exit $$mine
+	$(RUN) ctest --test-dir $(BUILD) --output-on-failure -j 4
 	$(RUN) $(PYTEST) -m "not long"
 
 test-other: $(OTHER_BUILD)/.installed  ## what make test runs with the other line of MLX, a short form
@@ -49,7 +49,7 @@ test-long: test sanitize test-other-long  ## the same at full size for both line
 	$(MAKE) fuzz SECONDS_EACH=60
 
 test-other-long: $(OTHER_BUILD)/.tests
-	$(RUN) ctest --test-dir $(BUILD) --output-on-failure -j 2
+	$(RUN) ctest --test-dir $(BUILD) --output-on-failure -j 4
 	$(RUN) $(BIN)/python -m pytest
 
 OTHER := test-other test-other-long $(OTHER_VENV)/.ready $(OTHER_BUILD)/.installed $(OTHER_BUILD)/.tests
@@ -91,16 +91,20 @@ fuzz: $(VENV)/.ready  ## feed damaged headers to the parser (needs clang); SECON
 clean:  ## remove what was built; environments and the model stay
 	rm -rf build
 
-$(VENV)/.ready $(OTHER_VENV)/.ready: pyproject.toml mlx-lines.json scripts/system-packages
+build/.system: scripts/system-packages
 	@command -v $(PYTHON) >/dev/null || { echo "missing: Python 3.10 or newer as $(PYTHON) (make PYTHON=...)" >&2; exit 1; }
 	@PYTHON=$(PYTHON) scripts/system-packages build test
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "missing: Python 3.10 or newer (PYTHON=...)")'
+	@mkdir -p build && touch $@
+
+# Bytecode is left to the imports: they touch few of an environment's 8,000 files.
+$(VENV)/.ready $(OTHER_VENV)/.ready: pyproject.toml mlx-lines.json | build/.system
 	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	@echo "setting up $(VENV)"
 	@$(BIN)/python -m pip install -q --upgrade 'pip>=25.1'
 	@line=$$($(BIN)/python scripts/mlx_lines.py $(RELEASE)) && \
-	  $(BIN)/python -m pip install -q $$line $(addprefix --group ,$(PIP_GROUPS))
-	@$(BIN)/python -m pip install -q --no-deps --group test-no-deps
+	  $(BIN)/python -m pip install -q --no-compile $$line $(addprefix --group ,$(PIP_GROUPS))
+	@$(BIN)/python -m pip install -q --no-compile --no-deps --group test-no-deps
 	@touch $@
 
 # The release of MLX is that of the environment.

@@ -26,6 +26,11 @@ nanobind_add_module(_core NB_STATIC LTO NB_DOMAIN mlx ${PREFIXCACHE_BINDINGS})
 target_include_directories(_core PRIVATE csrc)
 target_link_libraries(_core PRIVATE prefixcache)
 target_compile_options(_core PRIVATE -Wall -Wextra)
+# The same headers once, as in the library; nanobind's own sources in one piece, as its nb_combined.cpp has them.
+target_precompile_headers(_core PRIVATE
+  <functional> <memory> <string> <string_view> <vector> <mlx/array.h> <nanobind/nanobind.h>
+  <nanobind/stl/optional.h> <nanobind/stl/string.h> <nanobind/stl/string_view.h> <nanobind/stl/vector.h>)
+set_target_properties(nanobind-static PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
 set_target_properties(_core PROPERTIES INSTALL_RPATH "${_origin}/lib;${_origin}/../mlx/lib")
 
 file(WRITE "${PROJECT_BINARY_DIR}/_build_info.py"

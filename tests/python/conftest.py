@@ -15,6 +15,29 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 sys.path[:0] = [str(EXAMPLES), str(ROOT / "scripts")]
 
+# What takes longest goes first, so that all workers of a run end together; the rest follows by name.
+SLOWEST = (
+    "test_architectures",
+    "test_exactness",
+    "test_omlx_scheduler",
+    "test_mlx_lm_draft",
+    "test_omlx_scheduler_sharing",
+    "test_hostile_files",
+    "test_mlx_lm",
+    "test_demo",
+    "test_stub",
+    "test_kills",
+    "test_lines",
+    "test_damage",
+    "test_faults",
+    "test_shared_directory",
+    "test_embed",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
+
 
 def child_environment(*folders: Path) -> dict[str, str]:
     """For a Python program that is to find the prefixcache under test, and what lies in `folders`."""
