@@ -18,19 +18,24 @@ CHAIN = 64  # blocks
 BLOCK = 256
 
 
+def make_file(folder: Path, key: bytes, parent: bytes, depth: int) -> None:
+    """A file with the name of a block's rows, and nothing in it."""
+    where = folder / key.hex()[:2]
+    if not where.is_dir():
+        where.mkdir(mode=0o700)
+    name = f"{key.hex()}-{parent.hex()[:16]}-{depth}.kv.safetensors"
+    os.close(os.open(where / name, os.O_CREAT | os.O_WRONLY, 0o600))
+
+
 def _make_files(folder: Path, count: int) -> list[tuple[bytes, bytes]]:
-    """Files with the names of chains of blocks and next to nothing in them. Key and parent of each block."""
+    """The files of chains of blocks. Key and parent of each block."""
     blocks = []
     parent = bytes(32)
     for i in range(count):
         if i % CHAIN == 0:
             parent = hashlib.sha256(b"root").digest()
         key = hashlib.sha256(b"%d" % i).digest()
-        where = folder / key.hex()[:2]
-        if not where.is_dir():
-            where.mkdir(mode=0o700)
-        name = f"{key.hex()}-{parent.hex()[:16]}-{(i % CHAIN + 1) * BLOCK}.kv.safetensors"
-        os.close(os.open(where / name, os.O_CREAT | os.O_WRONLY, 0o600))
+        make_file(folder, key, parent, (i % CHAIN + 1) * BLOCK)
         blocks.append((key, parent))
         parent = key
     return blocks

@@ -17,6 +17,7 @@ BENCHMARKS = [
     "bench_hash",
     "bench_lookup",
     "bench_open",
+    "bench_contention",
     "bench_store",
     "bench_restore",
     "bench_gather",

@@ -72,6 +72,7 @@ nb::dict to_dict(const StoreStats& stats) {
   add("written_parts", stats.written_parts);
   add("written_bytes", stats.written_bytes);
   add("write_errors", stats.write_errors);
+  add("left_out_parts", stats.left_out_parts);
   add("gathered_ram_bytes", stats.gathered_ram_bytes);
   add("gathered_disk_bytes", stats.gathered_disk_bytes);
   add("gathered_device_bytes", stats.gathered_device_bytes);
@@ -129,8 +130,8 @@ void init_values(nb::module_& m) {
 
 std::unique_ptr<BlockStore> open_store(const std::string& directory, const std::string& name_space,
                                        std::uint64_t ram_bytes, std::uint64_t disk_bytes, std::uint64_t queue_bytes,
-                                       double put_wait_seconds, const std::string& write, const std::string& verify,
-                                       int threads) {
+                                       double put_wait_seconds, double disk_wait_seconds, double flush_wait_seconds,
+                                       const std::string& write, const std::string& verify, int threads) {
   Options options;
   options.directory = directory;
   options.name_space = name_space;
@@ -138,6 +139,8 @@ std::unique_ptr<BlockStore> open_store(const std::string& directory, const std::
   options.disk_bytes = disk_bytes;
   options.queue_bytes = queue_bytes;
   options.put_wait_seconds = put_wait_seconds;
+  options.disk_wait_seconds = disk_wait_seconds;
+  options.flush_wait_seconds = flush_wait_seconds;
   options.threads = threads;
   if (write == "ram_only") {
     options.write = WritePolicy::ram_only;
@@ -268,11 +271,17 @@ nb::list children(BlockStore& self, const nb::bytes& parent) {
 }
 
 nb::list presence(BlockStore& self, const nb::list& keys) {
+  const std::vector<Key> chain = to_keys(keys);
+  std::vector<Presence> found;
+  {
+    nb::gil_scoped_release release;
+    found = self.presence(chain);
+  }
   nb::list out;
-  for (const auto& found : self.presence(to_keys(keys))) {
+  for (const Presence& one : found) {
     nb::dict parts;
     for (int p = 0; p < kPartCount; ++p) {
-      const PartInfo& info = found.parts[p];
+      const PartInfo& info = one.parts[p];
       const std::string name(part_name(static_cast<Part>(p)));
       if (info.present) parts[name.c_str()] = nb::make_tuple(info.in_ram, info.on_disk, info.row_lo, info.row_hi);
     }
@@ -300,8 +309,9 @@ void init_block_store(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<BlockStore>(m, "BlockStore", "Rows of cache slots in blocks of tokens, in RAM and on SSD. Any thread.")
       .def_static("open", &open_store, nb::kw_only(), "directory"_a, "namespace"_a, "ram_bytes"_a, "disk_bytes"_a,
-                  "queue_bytes"_a, "put_wait_seconds"_a = 2.0, "write"_a = "through", "verify"_a = "first",
-                  "threads"_a = 0, "Opens or makes a store. ValueError names the option that is wrong.")
+                  "queue_bytes"_a, "put_wait_seconds"_a = 2.0, "disk_wait_seconds"_a = 2.0,
+                  "flush_wait_seconds"_a = 60.0, "write"_a = "through", "verify"_a = "first", "threads"_a = 0,
+                  "Opens or makes a store. ValueError names the option that is wrong.")
       .def("put", &put, "key"_a, "parent"_a, "depth"_a, "tokens"_a, "slots"_a, "row_lo"_a, "row_hi"_a, "meta"_a = "",
            "part"_a = Part::kv, "content"_a = std::vector<ContentItem>{}, "group"_a = 0,
            "Copies rows [row_lo, row_hi) of every slot. Returns OK, FULL or CLOSED, and the bytes copied: 0 for rows\n"
@@ -342,7 +352,8 @@ void init_block_store(nb::module_& m) {
       .def("erase", &erase, "keys"_a, "parts"_a,
            nb::sig("def erase(self, keys: list[bytes], parts: list[Part]) -> Status"), "Forgets parts and their files.")
       .def("clear", &BlockStore::clear, Release(), "Forgets everything of this namespace.")
-      .def("flush", &BlockStore::flush, Release(), "Waits for queued writes; the first error since the last flush.")
+      .def("flush", &BlockStore::flush, Release(),
+           "Waits for queued writes, as long as the disk answers; the first error since the last flush.")
       .def("trim_ram", &trim_ram, "target_bytes"_a, "protected"_a = nb::list(),
            nb::sig("def trim_ram(self, target_bytes: int, protected: list[bytes] = []) -> int"),
            "Gives memory back to the system until the RAM tier holds at most that; returns how much. What is only in\n"
@@ -358,7 +369,8 @@ void init_block_store(nb::module_& m) {
             return to_dict(stats);
           },
           nb::sig("def stats(self) -> dict[str, int | bool | str]"), "Counters and sizes; see StoreStats.")
-      .def("close", &BlockStore::close, Release(), "Writes what waits and stops. Safe to call twice.");
+      .def("close", &BlockStore::close, Release(),
+           "Writes what waits, as long as the disk answers, and stops. Safe to call twice.");
 }
 
 }  // namespace prefixcache::bindings

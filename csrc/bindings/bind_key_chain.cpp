@@ -51,15 +51,6 @@ nb::bytes key(const KeyChain& self, Py_ssize_t i) {
   return to_bytes(self.keys[static_cast<std::size_t>(i)]);
 }
 
-nb::bytes tail_key(const KeyChain& self) {
-  if (self.tail_size() == 0) {
-    throw nb::value_error(("no tail: " + std::to_string(self.tokens.size()) + " tokens are whole blocks of " +
-                           std::to_string(self.block_size))
-                              .c_str());
-  }
-  return to_bytes(self.tail_key());
-}
-
 nb::bytes cut_key(const KeyChain& self, Py_ssize_t i, std::int64_t depth) {
   const std::size_t block = checked_block(self, i);
   const auto lo = static_cast<std::int64_t>(block) * self.block_size;
@@ -97,10 +88,10 @@ void init_key_chain(nb::module_& m) {
       .def("extend", &extend, "tokens"_a.none(), nb::sig("def extend(self, tokens: object) -> None"),
            "Adds tokens behind the last one and hashes the blocks that became whole.")
       .def("key", &key, "i"_a, "The key of whole block i. IndexError if there is none.")
-      .def("tail_key", &tail_key,
-           "The key of the short block behind the last whole one. ValueError if there is no such token.")
       .def("cut_key", &cut_key, "i"_a, "depth"_a,
-           "The key of block i cut after token `depth` of the sequence. ValueError if that is not in the block.")
+           "The key of block i cut after token `depth` of the sequence; i = len(self) is the tail. ValueError if that "
+           "is\n"
+           "not in the block.")
       .def("block_tokens", &block_tokens, "i"_a,
            "The tokens of block i, sharing memory. i = len(self) is the tail. IndexError if there is none.")
       .def(

@@ -60,9 +60,4 @@ std::vector<ContentKey> KeyChain::content_of_block(std::size_t i) const {
   return prefixcache::content_of_block(content, lo, lo + static_cast<std::int64_t>(block_tokens(i).size()));
 }
 
-Key KeyChain::tail_key() const {
-  const std::size_t i = keys.size();
-  return block_key(name_space, parent(i).bytes, block_tokens(i), content_of_block(i));
-}
-
 }  // namespace prefixcache::bindings

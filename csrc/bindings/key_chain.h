@@ -42,8 +42,6 @@ struct KeyChain {
   const Key& parent(std::size_t i) const { return i == 0 ? root : keys[i - 1]; }
   // Tokens behind the last whole block.
   std::size_t tail_size() const { return tokens.size() - keys.size() * static_cast<std::size_t>(block_size); }
-  // REQUIRES: tail_size() > 0.
-  Key tail_key() const;
 
  private:
   void hash_new_blocks();

@@ -285,7 +285,8 @@ Status Env::set_modified(const std::string& path, double time) {
 }
 
 Env& Env::posix() {
-  static PosixEnv env;
+  // Never destroyed: calls that hang may come back while the process ends.
+  static PosixEnv& env = *new PosixEnv;
   return env;
 }
 

@@ -66,7 +66,8 @@ KernelText kernel_text(KernelLanguage language, int unit_bytes, int slabs, int o
   // What the text depends on, and the outputs' type, which MLX writes into the kernel's signature.
   text.name = "prefixcache_gather";
   for (int part : {unit_bytes, slabs, outputs, static_cast<int>(dtype.val()), tile.lanes, tile.loads}) {
-    text.name += "_" + std::to_string(part);
+    text.name += '_';
+    text.name += std::to_string(part);
   }
   text.header = define("GATHER_UNIT_BYTES", unit_bytes) + define("GATHER_LANES", tile.lanes) +
                 define("GATHER_LOADS", tile.loads) + (metal ? kMetalText : kCudaText);

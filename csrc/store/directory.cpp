@@ -61,6 +61,10 @@ Status Directory::prepare() {
   if (env_.stat(root_, info).is_ok()) {
     if (Status status = env_.check_private(root_); !status.is_ok()) return status;
   }
+  for (const std::string& path : {versioned_, own_}) {
+    const Status status = check_folder(path);
+    if (!status.is_ok() && status.code() != StatusCode::NotFound) return status;
+  }
   if (Status status = env_.make_directories(own_); !status.is_ok()) return status;
   for (const std::string& path : {versioned_, own_}) {
     if (Status status = check_folder(path); !status.is_ok()) return status;
@@ -95,12 +99,20 @@ Status Directory::check_way(const layout::NameInfo& name) {
   return Status::ok();
 }
 
+Status Directory::check_way_to(const std::string& path) {
+  for (std::size_t end = versioned_.size();; end = path.find('/', end + 1)) {
+    if (Status status = check_folder(path.substr(0, end)); !status.is_ok()) return status;
+    if (end >= path.size()) return Status::ok();
+  }
+}
+
 Status Directory::scan(std::vector<FoundPart>& parts) {
   std::lock_guard scanning(scan_mutex_);
   parts.clear();
   scanned_bytes_ = 0;
   scan_foreign_.clear();
   count_wanted_ = false;
+  if (Status status = check_folder(versioned_); !status.is_ok()) return status;
   if (Status status = usage_.begin_count(); !status.is_ok()) return status;
   std::vector<DirEntry> entries;
   if (env_.list(root_, entries).is_ok()) add_files(entries, "", scanned_bytes_);
@@ -127,6 +139,7 @@ Status Directory::scan_namespace(const std::string& path, bool own, std::vector<
   const auto failed = [](const Status& status) { return !status.is_ok() && status.code() != StatusCode::NotFound; };
   if (Status status = env_.list(path, folders); failed(status)) return status;
   for (const auto& folder : folders) {
+    is_alive();
     // A probe that was killed.
     if (folder.info.is_regular && !remove_leftover(path, folder)) scanned_bytes_ += folder.info.size;
     if (!folder.info.is_directory) continue;
@@ -178,6 +191,7 @@ Status Directory::look(std::vector<FoundPart>& parts) {
   scan_foreign_.clear();
   std::vector<DirEntry> folders;
   std::vector<DirEntry> files;
+  if (Status status = check_way_to(own_); !status.is_ok()) return status;
   if (Status status = env_.list(own_, folders); !status.is_ok()) return status;
   for (const auto& folder : folders) {
     const std::string below = own_ + "/" + folder.name;
@@ -220,6 +234,16 @@ Status Directory::probe() {
   return status;
 }
 
+void Directory::discard(const std::string& temp, std::uint64_t bytes) {
+  env_.remove(temp);
+  release(bytes);
+}
+
+Status Directory::date(const layout::NameInfo& name, double time) {
+  if (Status status = check_way(name); !status.is_ok()) return status;
+  return env_.set_modified(path_of(name), time);
+}
+
 Status Directory::publish(const std::string& temp, const layout::NameInfo& name, std::uint64_t bytes) {
   Status status = usage_.rename(temp, path_of(name), bytes);
   if (status.is_ok()) return status;
@@ -235,6 +259,7 @@ Status Directory::remove(const layout::NameInfo& name, std::uint64_t bytes) {
   const Status way = check_way(name);
   if (!way.is_ok() && way.code() != StatusCode::NotFound) return way;
   bool told = true;
+  is_alive();
   Status status = usage_.remove(path_of(name), bytes, told);
   if (!told) count_wanted_ = true;
   return status.code() == StatusCode::NotFound ? Status::ok() : status;
@@ -246,6 +271,9 @@ bool Directory::next_foreign(double older_than, FoundPart& out) {
     out = std::move(foreign_.front());
     foreign_.pop_front();
     FileInfo info;
+    is_alive();
+    // A folder may have become a link since the scan: what lies behind it is not ours.
+    if (!check_way_to(out.path.substr(0, out.path.rfind('/'))).is_ok()) continue;
     // Who removed it has told so.
     if (!env_.stat(out.path, info).is_ok()) continue;
     if (info.modified <= out.dated) {

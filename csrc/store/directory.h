@@ -57,23 +57,30 @@ class Directory {
   void release(std::uint64_t bytes) { usage_.release(bytes); }
   // Writes a part under a temporary name: `temp`. Its room was reserved.
   Status write(const layout::NameInfo& name, std::span<const std::span<const std::uint8_t>> pieces, std::string& temp);
+  // Removes it and gives its room back.
+  void discard(const std::string& temp, std::uint64_t bytes);
   // Gives it its own name, and the room back of the file that had it. On failure nothing of it stays, its room neither.
   Status publish(const std::string& temp, const layout::NameInfo& name, std::uint64_t bytes);
   Status remove(const layout::NameInfo& name, std::uint64_t bytes);
   // Whether something can be written.
   Status probe();
   // When a file was used, for the order of evictions after a restart and in other processes.
-  Status date(const layout::NameInfo& name, double time) { return env_.set_modified(path_of(name), time); }
+  Status date(const layout::NameInfo& name, double time);
 
   // Bytes below the root, of all processes, as last seen.
   std::uint64_t used() const { return usage_.used(); }
   // Removes the oldest file of another namespace, if it was used before `older_than`; false if there is none.
   bool evict_foreign(double older_than);
+  // A number that changes while long work goes on.
+  std::uint64_t signs_of_life() const { return signs_.load(); }
+  void is_alive() { ++signs_; }
   // A file was missing, and nobody can tell whether its bytes are still counted. Cleared by scan().
   bool count_wanted() const { return count_wanted_.load(); }
 
  private:
   Status check_folder(const std::string& path);
+  // As check_way, for a path below v1 of any namespace.
+  Status check_way_to(const std::string& path);
   std::string folder_of(const Key& key) const;
   Status scan_namespace(const std::string& path, bool own, std::vector<FoundPart>& parts);
   // A temporary file, and nobody is writing it any more.
@@ -89,6 +96,7 @@ class Directory {
   const double temp_grace_seconds_;
   Usage usage_;
   std::atomic<bool> count_wanted_{false};
+  std::atomic<std::uint64_t> signs_{0};
   const std::string temp_tag_;  // random: process numbers repeat, in containers and over restarts
   std::atomic<std::uint64_t> temp_counter_{0};
   std::uint64_t scanned_bytes_ = 0;      // of the scan under way

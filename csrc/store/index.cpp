@@ -7,8 +7,9 @@
 namespace prefixcache::store {
 
 Entry* Index::find(const Key& key) const {
-  const auto found = entries_.find(key);
-  return found == entries_.end() ? nullptr : found->second.get();
+  const Entries& entries = entries_[shard_of(key)];
+  const auto found = entries.find(key);
+  return found == entries.end() ? nullptr : found->second.get();
 }
 
 PartRecord* Index::find(const Key& key, Part part) const {
@@ -17,13 +18,13 @@ PartRecord* Index::find(const Key& key, Part part) const {
 }
 
 Entry& Index::entry(const Key& key, std::uint64_t parent_prefix, std::int64_t depth, bool is_old) {
-  auto& slot = entries_[key];
+  auto& slot = entries_with(key)[key];
   if (slot == nullptr) {
     slot = std::make_unique<Entry>();
     slot->key = key;
     slot->parent_prefix = parent_prefix;
     slot->depth = depth;
-    Family& family = children_[parent_prefix];
+    Family& family = families_with(parent_prefix)[parent_prefix];
     slot->place = is_old ? --oldest_place_ : ++newest_place_;
     for (auto* list : {&family.all, &family.unread}) {
       is_old ? list->push_front(slot.get()) : list->push_back(slot.get());
@@ -54,7 +55,7 @@ void Index::set_text(Entry& entry, BlockText text) {
   entry.text = std::make_shared<BlockText>(std::move(text));
   const auto& tokens = entry.text->tokens;
   if (tokens.empty()) return;
-  auto& same = children_[entry.parent_prefix].by_first_token[tokens[0]];
+  auto& same = families_with(entry.parent_prefix)[entry.parent_prefix].by_first_token[tokens[0]];
   const auto older = [](const Entry* a, const Entry* b) { return a->place < b->place; };
   same.insert(std::upper_bound(same.begin(), same.end(), &entry, older), &entry);
 }
@@ -68,7 +69,7 @@ PartRecord* Index::parent_of(const PartRecord& record) const {
 }
 
 bool Index::has_child(const PartRecord& record) const {
-  return record.part == Part::kv && children_.contains(layout::parent_prefix(record.entry->key));
+  return record.part == Part::kv && family(layout::parent_prefix(record.entry->key)) != nullptr;
 }
 
 void Index::add_to_ram(PartRecord& record) {
@@ -113,7 +114,8 @@ void Index::remove(PartRecord& record) {
   --part_count_;
   const bool empty = std::none_of(entry.parts.begin(), entry.parts.end(), [](const auto& p) { return p != nullptr; });
   if (!empty) return;
-  const auto family = children_.find(entry.parent_prefix);
+  Families& families = families_with(entry.parent_prefix);
+  const auto family = families.find(entry.parent_prefix);
   std::erase(family->second.all, &entry);
   std::erase(family->second.unread, &entry);
   if (entry.text != nullptr && !entry.text->tokens.empty()) {
@@ -121,9 +123,9 @@ void Index::remove(PartRecord& record) {
     std::erase(same->second, &entry);
     if (same->second.empty()) family->second.by_first_token.erase(same);
   }
-  if (family->second.all.empty()) children_.erase(family);
+  if (family->second.all.empty()) families.erase(family);
   const Key key = entry.key;
-  entries_.erase(key);
+  entries_with(key).erase(key);
 }
 
 void Index::touch(PartRecord& record, double now) {
@@ -147,21 +149,28 @@ const std::deque<Entry*> kNone;
 
 }  // namespace
 
+const Index::Family* Index::family(std::uint64_t parent_prefix) const {
+  const Families& families = children_[shard_of(parent_prefix)];
+  const auto found = families.find(parent_prefix);
+  return found == families.end() ? nullptr : &found->second;
+}
+
 const std::deque<Entry*>& Index::children(std::uint64_t parent_prefix) const {
-  const auto found = children_.find(parent_prefix);
-  return found == children_.end() ? kNone : found->second.all;
+  const Family* found = family(parent_prefix);
+  return found == nullptr ? kNone : found->all;
 }
 
 const std::deque<Entry*>& Index::children(std::uint64_t parent_prefix, std::uint32_t first_token) const {
-  const auto family = children_.find(parent_prefix);
-  if (family == children_.end()) return kNone;
-  const auto found = family->second.by_first_token.find(first_token);
-  return found == family->second.by_first_token.end() ? kNone : found->second;
+  const Family* of_parent = family(parent_prefix);
+  if (of_parent == nullptr) return kNone;
+  const auto found = of_parent->by_first_token.find(first_token);
+  return found == of_parent->by_first_token.end() ? kNone : found->second;
 }
 
 const std::deque<Entry*>& Index::unread_children(std::uint64_t parent_prefix) {
-  const auto found = children_.find(parent_prefix);
-  if (found == children_.end()) return kNone;
+  Families& families = families_with(parent_prefix);
+  const auto found = families.find(parent_prefix);
+  if (found == families.end()) return kNone;
   auto& unread = found->second.unread;
   std::erase_if(unread, [](const Entry* entry) { return entry->text != nullptr && entry->parent_known; });
   return unread;
@@ -170,12 +179,18 @@ const std::deque<Entry*>& Index::unread_children(std::uint64_t parent_prefix) {
 std::vector<PartRecord*> Index::all() const {
   std::vector<PartRecord*> records;
   records.reserve(part_count_);
-  for (const auto& [key, entry] : entries_) {
-    for (const auto& part : entry->parts) {
-      if (part != nullptr) records.push_back(part.get());
-    }
+  for (std::size_t shard = 0; shard < kShards; ++shard) {
+    for_each(shard, [&](PartRecord& record) { records.push_back(&record); });
   }
   return records;
+}
+
+void Index::for_each(std::size_t shard, const std::function<void(PartRecord&)>& visit) const {
+  for (const auto& [key, entry] : entries_[shard]) {
+    for (const auto& part : entry->parts) {
+      if (part != nullptr) visit(*part);
+    }
+  }
 }
 
 }  // namespace prefixcache::store

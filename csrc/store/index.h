@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <list>
 #include <memory>
 #include <unordered_map>
@@ -127,6 +128,9 @@ class Index {
   const std::deque<Entry*>& children(std::uint64_t parent_prefix, std::uint32_t first_token) const;
   const std::deque<Entry*>& unread_children(std::uint64_t parent_prefix);
   std::vector<PartRecord*> all() const;
+  // All of them in so many steps, so that nobody waits for more than one.
+  static constexpr std::size_t kShards = 256;
+  void for_each(std::size_t shard, const std::function<void(PartRecord&)>& visit) const;
   std::size_t part_count() const { return part_count_; }
   std::size_t ram_count() const { return ram_.order().size(); }
   const std::list<PartRecord*>& ram_order() const { return ram_.order(); }
@@ -136,7 +140,6 @@ class Index {
   PartRecord* parent_of(const PartRecord& record) const;
   bool has_child(const PartRecord& record) const;
 
-  std::unordered_map<Key, std::unique_ptr<Entry>> entries_;
   // The blocks of one parent.
   struct Family {
     std::deque<Entry*> all;
@@ -144,7 +147,17 @@ class Index {
     std::unordered_map<std::uint32_t, std::deque<Entry*>> by_first_token;
   };
 
-  std::unordered_map<std::uint64_t, Family> children_;
+  // In shards: a table that grows is copied while others wait for the mutex.
+  using Entries = std::unordered_map<Key, std::unique_ptr<Entry>>;
+  using Families = std::unordered_map<std::uint64_t, Family>;
+  static std::size_t shard_of(const Key& key) { return key.bytes.back(); }
+  static std::size_t shard_of(std::uint64_t parent_prefix) { return parent_prefix >> 56; }
+  Entries& entries_with(const Key& key) { return entries_[shard_of(key)]; }
+  Families& families_with(std::uint64_t parent_prefix) { return children_[shard_of(parent_prefix)]; }
+  const Family* family(std::uint64_t parent_prefix) const;
+
+  std::array<Entries, kShards> entries_;
+  std::array<Families, kShards> children_;
   ChainLru ram_;
   ChainLru disk_;
   std::size_t part_count_ = 0;

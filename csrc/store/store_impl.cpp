@@ -8,14 +8,8 @@
 #include <system_error>
 
 #include "layout/block_file.h"
-#include "store/own_process.h"
 
 namespace prefixcache {
-
-std::unique_ptr<BlockStore> BlockStore::open(const Options& options) {
-  const auto* device = gather::device_gather();
-  return store::for_own_process(std::make_unique<store::StoreImpl>(options, device != nullptr, device));
-}
 
 namespace store {
 
@@ -26,6 +20,8 @@ constexpr double kOpenWaits = 0.5;
 // erase() and clear() need to know all files. A disk that takes longer has stalled.
 constexpr double kRemovalWaits = 60;
 constexpr double kSecondsARemoval = 0.01;
+// As long as a machine runs without a pause, and no number that clocks cannot add.
+constexpr double kMostSeconds = 1e9;
 
 [[noreturn]] void refuse(const std::string& field, const std::string& value, const std::string& expected) {
   throw std::invalid_argument("[BlockStore::open] " + field + " is " + value + ", expected " + expected);
@@ -57,9 +53,9 @@ const Options& checked(const Options& options) {
   }
   for (const auto& [field, value] : {std::pair{"put_wait_seconds", options.put_wait_seconds},
                                      std::pair{"disk_wait_seconds", options.disk_wait_seconds},
+                                     std::pair{"flush_wait_seconds", options.flush_wait_seconds},
                                      std::pair{"temp_grace_seconds", options.temp_grace_seconds}}) {
-    // Clocks count nanoseconds in 64 bits.
-    if (!(value >= 0 && value <= 1e9)) refuse(field, std::to_string(value), "seconds, 0..1e9");
+    if (!(value >= 0 && value <= kMostSeconds)) refuse(field, std::to_string(value), "seconds, 0..10^9");
   }
   if (options.threads < 0 || options.threads > 256) refuse("threads", std::to_string(options.threads), "0..256");
   return options;
@@ -216,7 +212,7 @@ Status StoreImpl::write_all() {
   if (writer_ == nullptr) return Status::ok();
   ++insisting_;
   queue_unwritten();
-  Status status = writer_->flush();
+  Status status = writer_->flush(options_.flush_wait_seconds, [this] { return directory_->signs_of_life(); });
   --insisting_;
   return status;
 }
@@ -239,14 +235,34 @@ Status StoreImpl::close() {
   Status status;
   if (writer_) {
     status = write_all();
-    writer_->stop();
+    const bool stuck = status.error_number() == ETIMEDOUT && !writer_->is_idle();
+    const auto signs = [this] { return directory_->signs_of_life(); };
+    if (!writer_->stop(stuck ? 0 : options_.flush_wait_seconds, signs)) {
+      if (Status lost = give_up_writing(); !lost.is_ok()) status = std::move(lost);
+    }
   }
+  drop_late_jobs();
   Lock lock(mutex_);
   std::vector<FileToRemove> kept;
   for (PartRecord* record : index_.all()) drop(*record, kept);
   pool_->close();
   queue_pool_->close();
   return status;
+}
+
+Status StoreImpl::give_up_writing() {
+  abandoned_ = true;
+  const std::uint64_t lost = writer_->abandon();
+  // Its thread may have been busy with other things.
+  if (lost == 0) return Status::ok();
+  Lock lock(mutex_);
+  stats_.write_errors += lost;
+  stats_.last_error = "the disk does not answer in time: " + std::to_string(lost) + " parts were not written";
+  return {StatusCode::IOError, stats_.last_error, ETIMEDOUT};
+}
+
+bool StoreImpl::at_rest() const {
+  return (writer_ == nullptr || writer_->ended()) && !patience_.overrun();
 }
 
 }  // namespace store

@@ -58,6 +58,8 @@ class StoreImpl : public BlockStore {
   std::uint64_t trim_ram(std::uint64_t target_bytes, std::span<const Key> protected_keys) override;
   StoreStats stats() const override;
   Status close() override;
+  // After close(): none of its threads does anything more.
+  bool at_rest() const;
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -104,6 +106,7 @@ class StoreImpl : public BlockStore {
   void write_before_leaving(PartRecord& victim);
   void queue_unwritten();
   Status write_all();
+  Status give_up_writing();
 
   // on the writer's thread
   Status write_image(const std::shared_ptr<Image>& image);
@@ -228,8 +231,9 @@ class StoreImpl : public BlockStore {
   StoreStats stats_;
   std::size_t open_files_ = 0;  // about: counted down when limit_open_files() looks
   std::atomic<bool> closed_{false};
-  std::unordered_set<std::string> prepared_;                  // forms of parts; guarded by mutex_
-  AskedFor asked_for_;                                        // guarded by mutex_
+  std::atomic<bool> abandoned_{false};        // closed while the disk did not answer: its threads write nothing more
+  std::unordered_set<std::string> prepared_;  // forms of parts; guarded by mutex_
+  AskedFor asked_for_;                        // guarded by mutex_
   std::vector<std::pair<layout::NameInfo, double>> to_date_;  // guarded by mutex_
   std::uint64_t scan_number_ = 0;                             // guarded by mutex_
   std::atomic<bool> scanned_{false};                          // the first scan has ended, well or not

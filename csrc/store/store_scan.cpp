@@ -31,7 +31,7 @@ double seconds_since(Clock::time_point start) {
 double StoreImpl::idle() {
   double next = kCountEvery;
   try {
-    date_files();
+    if (!abandoned_) date_files();
     if (closed_) return next;
     if (!scanned_) {
       look_for_the_first_time();
@@ -125,7 +125,7 @@ Status StoreImpl::recount() {
   drop_vanished();
   counted_at_ = Clock::now();
   count_seconds_ = std::chrono::duration<double>(counted_at_ - start).count();
-  while (directory_->used() > options_.disk_bytes && evict_one_from_disk(nullptr, status)) {
+  while (!abandoned_ && directory_->used() > options_.disk_bytes && evict_one_from_disk(nullptr, status)) {
   }
   return status;
 }
@@ -186,13 +186,14 @@ bool StoreImpl::merge_one(const FoundPart& part, const Key* parent, double last_
 
 void StoreImpl::drop_vanished() {
   std::vector<layout::NameInfo> vanished;
-  {
+  for (std::size_t shard = 0; shard < Index::kShards; ++shard) {
     Lock lock(mutex_);
-    for (const PartRecord* record : index_.disk_order()) {
-      if (record->seen_in_scan != scan_number_) vanished.push_back(name_of(*record));
-    }
+    index_.for_each(shard, [&](const PartRecord& record) {
+      if (record.on_disk && record.seen_in_scan != scan_number_) vanished.push_back(name_of(record));
+    });
   }
   for (const auto& name : vanished) {
+    directory_->is_alive();
     std::lock_guard names_lock(names_mutex_);
     FileInfo info;
     if (env_.stat(directory_->path_of(name), info).code() != StatusCode::NotFound) continue;

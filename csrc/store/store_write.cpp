@@ -79,6 +79,11 @@ Status StoreImpl::write_image(const std::shared_ptr<Image>& image) {
     // No memory, say. On this thread it would end the process.
     status = {StatusCode::IOError, std::string("cannot write a part: ") + e.what(), ENOMEM};
   }
+  if (abandoned_) {
+    // The store was closed without it: by now this file may be another store's to write.
+    if (status.is_ok()) directory_->discard(temp, file_bytes);
+    return status;
+  }
   {
     std::lock_guard names_lock(names_mutex_);
     if (status.is_ok()) {
@@ -112,6 +117,7 @@ Status StoreImpl::make_disk_room(const Image& newcomer, std::uint64_t bytes) {
                                           std::to_string(options_.disk_bytes)};
   if (bytes > options_.disk_bytes) return full;
   for (bool counted = false;;) {
+    if (abandoned_) return {StatusCode::IOError, "the store was closed", ETIMEDOUT};
     bool granted = false;
     Status status = directory_->reserve(bytes, options_.disk_bytes, granted);
     if (granted) return Status::ok();
@@ -200,7 +206,7 @@ std::vector<StoreImpl::FileToRemove> StoreImpl::finish_write(const std::shared_p
   PartRecord* record = index_.find(header.key, header.part);
   const bool wanted = record != nullptr && record->image == image;
   if (!status.is_ok()) {
-    ++stats_.write_errors;
+    ++(status.code() == StatusCode::Full ? stats_.left_out_parts : stats_.write_errors);
     stats_.last_error = status.message();
     if (wanted) not_written(*record, status.code() != StatusCode::Full);
     return files;
@@ -213,8 +219,9 @@ std::vector<StoreImpl::FileToRemove> StoreImpl::finish_write(const std::shared_p
     return files;
   }
   if (!wanted) {
-    // Erased while it was being written. If it was put again meanwhile, that write is still to come.
-    files.push_back({file_name_of(header), file_bytes});
+    // Erased while it was being written. If it was put again meanwhile, that write is still to come. Of a store that
+    // was closed without it the file is as good as any.
+    if (!abandoned_) files.push_back({file_name_of(header), file_bytes});
     return files;
   }
   record->waiting = record->leaving = false;

@@ -1,6 +1,7 @@
 #include "store/writer.h"
 
 #include <algorithm>
+#include <cerrno>
 
 #include "gather/ready_to_throw.h"
 
@@ -16,6 +17,8 @@ constexpr auto kQuiet = std::chrono::milliseconds(4);
 constexpr auto kPoke = std::chrono::milliseconds(50);
 // A queue that is never empty puts idle() off for so long at most.
 constexpr auto kOverdue = std::chrono::seconds(1);
+// Signs of life are looked for so often.
+constexpr double kGlance = 0.1;
 
 }  // namespace
 
@@ -85,24 +88,60 @@ void Writer::poke() {
   wake_.notify_all();
 }
 
-Status Writer::flush() {
+bool Writer::wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done, double seconds,
+                  const Signs& signs) {
+  const auto alive = [&] { return std::pair(finished_, signs ? signs() : 0); };
+  auto seen = alive();
+  for (auto since = Clock::now(); !done();) {
+    if (const auto now = alive(); now != seen) {
+      seen = now;
+      since = Clock::now();
+    }
+    const double left = seconds - std::chrono::duration<double>(Clock::now() - since).count();
+    if (left <= 0) return false;
+    done_.wait_for(lock, std::chrono::duration<double>(std::min(left, kGlance)));
+  }
+  return true;
+}
+
+Status Writer::flush(double seconds, const Signs& signs) {
   std::unique_lock lock(mutex_);
   const std::uint64_t target = pushed_;
   ++waiting_;
   wake_.notify_all();
-  done_.wait(lock, [&] { return finished_ >= target || ended_; });
+  const bool in_time = wait(lock, [&] { return finished_ >= target || ended_; }, seconds, signs);
   --waiting_;
+  if (!in_time) return {StatusCode::IOError, "the disk does not answer in time", ETIMEDOUT};
   return std::exchange(first_error_, Status::ok());
 }
 
-void Writer::stop() {
+bool Writer::stop(double seconds, const Signs& signs) {
   {
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     stopping_ = true;
+    wake_.notify_all();
+    done_.notify_all();
+    if (thread_.joinable() && !wait(lock, [&] { return ended_; }, seconds, signs)) return false;
   }
-  wake_.notify_all();
-  done_.notify_all();
   if (thread_.joinable()) thread_.join();
+  return true;
+}
+
+std::uint64_t Writer::abandon() {
+  std::deque<std::pair<Job, std::uint64_t>> dropped;  // let go without the mutex
+  std::lock_guard lock(mutex_);
+  abandoned_ = true;
+  dropped.swap(queue_);
+  for (const auto& [job, bytes] : dropped) reserved_ -= bytes;
+  const std::uint64_t lost = pushed_ - finished_;
+  finished_ += dropped.size();
+  done_.notify_all();
+  return lost;
+}
+
+bool Writer::ended() const {
+  std::lock_guard lock(mutex_);
+  return ended_ || !thread_.joinable();
 }
 
 std::uint64_t Writer::queued_bytes() const {
@@ -143,7 +182,7 @@ void Writer::run() {
   for (;;) {
     while (!queue_.empty() && !may_start()) wake_.wait_for(lock, kQuiet);
     if (queue_.empty()) {
-      if (stopping_ && !said_good_bye) {
+      if (stopping_ && !said_good_bye && !abandoned_) {
         said_good_bye = true;
         run_idle(lock);
         continue;

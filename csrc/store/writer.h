@@ -52,10 +52,20 @@ class Writer {
   void hurry_ends();
   // Has `idle` called soon.
   void poke();
-  // Waits until all jobs that were queued are done.
-  Status flush();
-  // Writes what is queued, then ends the thread. Safe to call twice.
-  void stop();
+  // Numbers that change tell that the disk answers, though no job has ended.
+  using Signs = std::function<std::uint64_t()>;
+  static constexpr double kForever = 1e9;
+  // Waits until all jobs that were queued are done. IOError (ETIMEDOUT) once no job has ended, and `signs` have not
+  // changed, for so many seconds.
+  Status flush(double seconds = kForever, const Signs& signs = {});
+  // Writes what is queued, then ends the thread. False where that takes as long as flush() would not wait: then
+  // abandon(), or wait on with another call.
+  bool stop(double seconds = kForever, const Signs& signs = {});
+  // After stop(): nothing more is begun. Drops what is queued; returns how many jobs come to nothing, the one under
+  // way included.
+  std::uint64_t abandon();
+  // The thread does nothing more, or never did.
+  bool ended() const;
 
   std::uint64_t queued_bytes() const;
   // Nothing is queued or being written.
@@ -66,6 +76,7 @@ class Writer {
  private:
   void run();
   void run_idle(std::unique_lock<std::mutex>& lock);
+  bool wait(std::unique_lock<std::mutex>& lock, const std::function<bool()>& done, double seconds, const Signs& signs);
   bool may_start() const;
 
   const std::uint64_t limit_;
@@ -85,6 +96,7 @@ class Writer {
   std::optional<std::chrono::steady_clock::time_point> at_work_since_;
   Status first_error_;
   bool stopping_ = false;
+  bool abandoned_ = false;
   bool ended_ = false;  // the thread does nothing more
   std::thread thread_;
 };

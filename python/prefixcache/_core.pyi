@@ -76,14 +76,10 @@ class KeyChain:
     def key(self, i: int) -> bytes:
         """The key of whole block i. IndexError if there is none."""
 
-    def tail_key(self) -> bytes:
-        """
-        The key of the short block behind the last whole one. ValueError if there is no such token.
-        """
-
     def cut_key(self, i: int, depth: int) -> bytes:
         """
-        The key of block i cut after token `depth` of the sequence. ValueError if that is not in the block.
+        The key of block i cut after token `depth` of the sequence; i = len(self) is the tail. ValueError if that is
+        not in the block.
         """
 
     def block_tokens(self, i: int) -> TokenBuffer:
@@ -225,7 +221,7 @@ class BlockStore:
     """
 
     @staticmethod
-    def open(*, directory: str, namespace: str, ram_bytes: int, disk_bytes: int, queue_bytes: int, put_wait_seconds: float = 2.0, write: str = 'through', verify: str = 'first', threads: int = 0) -> BlockStore:
+    def open(*, directory: str, namespace: str, ram_bytes: int, disk_bytes: int, queue_bytes: int, put_wait_seconds: float = 2.0, disk_wait_seconds: float = 2.0, flush_wait_seconds: float = 60.0, write: str = 'through', verify: str = 'first', threads: int = 0) -> BlockStore:
         """Opens or makes a store. ValueError names the option that is wrong."""
 
     def put(self, key: bytes, parent: bytes, depth: int, tokens: TokenBuffer, slots: Slots, row_lo: int, row_hi: int, meta: str = '', part: Part = Part.kv, content: Sequence[tuple[int, int, bytes]] = [], group: int = 0) -> tuple[Status, int]:
@@ -285,7 +281,9 @@ class BlockStore:
         """Forgets everything of this namespace."""
 
     def flush(self) -> Status:
-        """Waits for queued writes; the first error since the last flush."""
+        """
+        Waits for queued writes, as long as the disk answers; the first error since the last flush.
+        """
 
     def trim_ram(self, target_bytes: int, protected: list[bytes] = []) -> int:
         """
@@ -297,7 +295,9 @@ class BlockStore:
         """Counters and sizes; see StoreStats."""
 
     def close(self) -> Status:
-        """Writes what waits and stops. Safe to call twice."""
+        """
+        Writes what waits, as long as the disk answers, and stops. Safe to call twice.
+        """
 
 class PartSummary:
     """What the header of a part file says."""

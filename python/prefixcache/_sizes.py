@@ -5,6 +5,7 @@ from __future__ import annotations
 _UNITS = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30, "TB": 1 << 40}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _MOST_SECONDS = 1 << 40
+_LONGEST_WAIT = 10**9
 
 
 def is_count(value: object) -> bool:
@@ -29,6 +30,13 @@ def parse_size(size: int | str, what: str = "size") -> int:
     if unit == 0 or not 0 <= value <= 1 << 60:
         raise ValueError(f"{what} is {size!r}, expected bytes (0..2**60) or a text such as '512MB' or '4GB'")
     return value
+
+
+def checked_wait(seconds: float, what: str) -> float:
+    """``seconds``, if that is a number of them that somebody may wait. ValueError for others."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= _LONGEST_WAIT:
+        raise ValueError(f"{what} is {seconds!r}, expected seconds, 0..10**9")
+    return float(seconds)
 
 
 def parse_age(age: float | str, what: str = "age") -> float:

@@ -19,6 +19,17 @@ Snapshots = Mapping[int, "Sequence[Any] | None"]
 Amend = Callable[[Sequence[LayerState]], Sequence[LayerState]]
 
 
+def check_snapshots(snapshots: object) -> None:
+    """TypeError unless they are ``Snapshots`` or None."""
+    if snapshots is None:
+        return
+    if not isinstance(snapshots, Mapping):
+        raise TypeError(f"snapshots must map token counts to caches, not {type(snapshots).__name__}")
+    for n in snapshots:
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(f"snapshots must map token counts to caches, not {n!r}")
+
+
 class Storing:
     """The store line of one cache. Any thread.
 

@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -23,8 +23,8 @@ from prefixcache._recorder import Recorder
 from prefixcache._registry import common_offset, describe_layers, handler_named, reaches_of
 from prefixcache._restore import Restored, restore
 from prefixcache._results import Hit, StoreReport
-from prefixcache._sizes import is_count, parse_size
-from prefixcache._storing import Snapshots, Storing
+from prefixcache._sizes import checked_wait, is_count, parse_size
+from prefixcache._storing import Snapshots, Storing, check_snapshots
 from prefixcache.errors import Unsupported
 
 ContentKeys = Iterable[tuple[int, int, Salt]]
@@ -65,6 +65,7 @@ class PrefixCache:
         store: BlockStore,
         namespace: str,
         prototypes: Sequence[Any],
+        own: list[LayerState] | None,
         block_size: int,
         state_interval: int,
         doors: Doors[PrefixCache] | None = None,
@@ -72,7 +73,7 @@ class PrefixCache:
         self._store = store
         self._namespace = namespace
         self._prototypes = list(prototypes)
-        self._own = _own_layers(self._prototypes)
+        self._own = own
         self._spare_rows = self._own is not None and all(
             handler_named(state.type_name).spare_rows for _, state in walk(self._own)
         )
@@ -108,6 +109,8 @@ class PrefixCache:
         queue: int | str | None = None,
         threads: int = 0,
         state_interval: int = 8192,
+        disk_wait_seconds: float = 2.0,
+        flush_wait_seconds: float = 60.0,
     ) -> PrefixCache:
         """Opens, or makes, the cache below ``directory`` for one model.
 
@@ -119,7 +122,9 @@ class PrefixCache:
         ``"ram_only"`` (then ``directory`` may be None). ``verify``: checksums are
         compared on the ``"first"`` read of a block since open, ``"always"`` or ``"never"``. ``threads``: for copies; 0
         chooses. ``state_interval``: of the recurrent states of a growing conversation the newest are kept, and one
-        every so many tokens (rounded up to whole blocks).
+        every so many tokens (rounded up to whole blocks). ``disk_wait_seconds``: how long a fetch may wait for the
+        disk (reads: a second more for each 64 MB) before it is a miss; ``flush_wait_seconds``: how long ``flush`` and
+        ``close`` wait without a sign of life from it.
 
         ValueError or TypeError for bad options, and for a directory that others can write to.
         """
@@ -134,7 +139,7 @@ class PrefixCache:
         if model is None and (namespace is None or caches is None):
             raise ValueError("open needs a model, or a namespace and prototype caches")
         prototypes = _make_caches(model) if caches is None else list(caches)
-        _own_layers(prototypes)
+        own = _own_layers(prototypes)
         ram_bytes = parse_size(ram, "ram")
         queue_bytes = max(1 << 30, ram_bytes // 2) if queue is None else parse_size(queue, "queue")
         name = _fingerprint(model) if namespace is None else namespace
@@ -147,8 +152,10 @@ class PrefixCache:
             write=write,
             verify=verify,
             threads=threads,
+            disk_wait_seconds=checked_wait(disk_wait_seconds, "disk_wait_seconds"),
+            flush_wait_seconds=checked_wait(flush_wait_seconds, "flush_wait_seconds"),
         )
-        return cls(store, name, prototypes, block_size, state_interval)
+        return cls(store, name, prototypes, own, block_size, state_interval)
 
     def beside(
         self, model: Any = None, *, namespace: str | None = None, caches: Sequence[Any] | None = None
@@ -176,7 +183,8 @@ class PrefixCache:
             raise ValueError(f"namespace is {name!r}, expected 1..128 characters of [A-Za-z0-9._-]")
         prototypes = _make_caches(model) if caches is None else list(caches)
         # The interval is in whole blocks already.
-        door = PrefixCache(self._store, name, prototypes, self._block_size, self._storing.interval, self._doors)
+        own, interval = _own_layers(prototypes), self._storing.interval
+        door = PrefixCache(self._store, name, prototypes, own, self._block_size, interval, self._doors)
         if door._own is not None:
             door = self._doors.the_one(door._key_space, door)
         if plain:
@@ -293,14 +301,17 @@ class PrefixCache:
         """
         if covers is not None and not is_count(covers):
             raise ValueError(f"covers is {covers!r}, expected a number of tokens")
-        _check_snapshots(snapshots)
+        check_snapshots(snapshots)
         chain = self._chain(tokens, salt, extra_keys, kv_format)
         upto = len(chain.tokens)
         return self._storing.store(chain, caches, upto, kv_format, covers=covers, snapshots=snapshots)
 
     def flush(self) -> None:
-        """Waits until everything accepted so far is on disk. OSError if a write failed since the last flush, ValueError
-        on a closed cache."""
+        """Waits until everything accepted so far is on disk.
+
+        OSError if a write failed since the last flush, TimeoutError if the disk gives no sign of life for
+        ``flush_wait_seconds`` (what waits still does), ValueError on a closed cache.
+        """
         _raise(self._store.flush())
 
     def stats(self) -> dict[str, Any]:
@@ -320,9 +331,14 @@ class PrefixCache:
         _raise(self._store.clear())
 
     def close(self) -> None:
-        """Writes what waits and stops. Every later fetch is a miss. Safe to call twice."""
+        """Writes what waits and stops. Every later fetch is a miss. Safe to call twice.
+
+        What cannot be written, or not in time (``flush_wait_seconds``), is lost: a warning is logged.
+        """
         self._doors.closed = True
-        self._store.close()
+        status = self._store.close()
+        if not status:
+            _log("not all was written at close: %s", status.message)
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -386,21 +402,15 @@ class PrefixCache:
         return report
 
     def _warn(self, what: str, reason: str) -> None:
-        # Once for each reason: the counters tell how often. Imported here, since trouble is rare and import is not.
-        import logging
-
-        error = self._store.stats()["last_error"]
-        logging.getLogger("prefixcache").warning("%s: %s (%s); from now on see stats()", what, reason, error)
+        # Once for each reason: the counters tell how often.
+        _log("%s: %s (%s); from now on see stats()", what, reason, self._store.stats()["last_error"])
 
 
-def _check_snapshots(snapshots: object) -> None:
-    if snapshots is None:
-        return
-    if not isinstance(snapshots, Mapping):
-        raise TypeError(f"snapshots must map token counts to caches, not {type(snapshots).__name__}")
-    for n in snapshots:
-        if isinstance(n, bool) or not isinstance(n, int):
-            raise TypeError(f"snapshots must map token counts to caches, not {n!r}")
+def _log(text: str, *values: str) -> None:
+    # Imported here, since trouble is rare and import is not.
+    import logging
+
+    logging.getLogger("prefixcache").warning(text, *values)
 
 
 def _raise(status: Status) -> None:

@@ -89,7 +89,7 @@ def test_keys_are_equal_in_every_process(tmp_path: Path) -> None:
     code = (
         "from prefixcache._core import KeyChain\n"
         "c = KeyChain('mod\\xe8le', [(1, b'tenant')], list(range(70)), 16, [(20, 30, bytes(32))])\n"
-        "print(*[k.hex() for k in c.keys], c.root.hex(), c.tail_key().hex())"
+        "print(*[k.hex() for k in c.keys], c.root.hex(), c.cut_key(len(c), 70).hex())"
     )
     import_path = os.pathsep.join(sys.path)
     outputs = set()
@@ -109,7 +109,7 @@ def test_keys_are_equal_in_every_process(tmp_path: Path) -> None:
         )
         outputs.add(done.stdout)
     chain = KeyChain("modèle", [(1, b"tenant")], list(range(70)), 16, [(20, 30, bytes(32))])
-    here = [*(key.hex() for key in chain.keys), chain.root.hex(), chain.tail_key().hex()]
+    here = [*(key.hex() for key in chain.keys), chain.root.hex(), chain.cut_key(len(chain), 70).hex()]
     assert [output.decode().split() for output in outputs] == [here]
 
 
@@ -244,7 +244,7 @@ def test_blocks_and_tail_of_a_chain() -> None:
     assert [chain.block_tokens(i).tolist() for i in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
     assert [chain.content_of_block(i) for i in range(3)] == [content[:1], [], content[1:2]]
     assert [chain.key(0), chain.key(1)] == chain.keys
-    assert chain.tail_key() == reference.block_key("n", chain.key(1), [8, 9, 10], content[1:2])
+    assert chain.cut_key(2, 11) == reference.block_key("n", chain.key(1), [8, 9, 10], content[1:2])
     for call in (chain.block_tokens, chain.content_of_block):
         for i in (-1, 3):
             with pytest.raises(IndexError, match=f"block {i} of 3"):
@@ -256,30 +256,31 @@ def test_blocks_and_tail_of_a_chain() -> None:
 def test_the_tail_of_a_short_prompt_hangs_on_the_root() -> None:
     chain = KeyChain("n", [(1, b"t")], [1, 2], 4)
     assert chain.keys == []
-    assert chain.tail_key() == reference.block_key("n", chain.root, [1, 2])
+    assert chain.cut_key(0, 2) == reference.block_key("n", chain.root, [1, 2])
 
 
 @pytest.mark.parametrize("tokens", [[], [1, 2, 3, 4]])
 def test_no_tail_is_an_error(tokens: list[int]) -> None:
-    with pytest.raises(ValueError, match="no tail"):
-        KeyChain("n", [], tokens, 4).tail_key()
+    chain = KeyChain("n", [], tokens, 4)
+    with pytest.raises(IndexError, match=f"block {len(chain)} of {len(chain)}"):
+        chain.cut_key(len(chain), len(tokens))
 
 
 def test_a_tail_is_not_the_whole_block_of_the_same_tokens() -> None:
     whole = KeyChain("n", [], [1, 2, 3], 3)
     tail = KeyChain("n", [], [1, 2, 3], 4)
     # The same tokens after the same parent are the same prefix, however the blocks are cut.
-    assert whole.key(0) == tail.tail_key()
+    assert whole.key(0) == tail.cut_key(0, 3)
 
 
 def test_many_threads_read_one_chain() -> None:
     chain = KeyChain("n", [], range(5000), 16)
-    expected = (chain.keys, chain.tail_key(), chain.block_tokens(7).tolist())
+    expected = (chain.keys, chain.cut_key(312, 5000), chain.block_tokens(7).tolist())
     results: list[Any] = []
 
     def read() -> None:
         for _ in range(50):
-            results.append((chain.keys, chain.tail_key(), chain.block_tokens(7).tolist()))
+            results.append((chain.keys, chain.cut_key(312, 5000), chain.block_tokens(7).tolist()))
 
     threads = [threading.Thread(target=read) for _ in range(4)]
     for thread in threads:

@@ -206,6 +206,13 @@ class TestIndex:
 
 
 class TestMisuse:
+    @pytest.mark.parametrize("option", ["put_wait_seconds", "disk_wait_seconds", "flush_wait_seconds"])
+    @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e10])
+    def test_bad_waits(self, tmp_path: Path, option: str, seconds: float) -> None:
+        with pytest.raises(ValueError, match=f"{option} is .*, expected seconds"):
+            open_store(tmp_path / "cache", **{option: seconds})
+        assert not (tmp_path / "cache").exists()
+
     def test_bad_slots(self) -> None:
         for items in ([("a", mx.zeros((4,)), 0)], [("a", mx.zeros((4,)), 0, 0, 0)]):
             with pytest.raises(ValueError, match="a slot is"):

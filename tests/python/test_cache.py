@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import math
 import os
 import random
 import re
@@ -61,6 +62,13 @@ class TestOpen:
     def test_unknown_policies_name_the_choices(self, tmp_path: Path, option: str, word: str) -> None:
         with pytest.raises(ValueError, match=f"{option} is '{word}', expected"):
             open_cache(tmp_path / "cache", **{option: word})
+
+    @pytest.mark.parametrize("option", ["disk_wait_seconds", "flush_wait_seconds"])
+    @pytest.mark.parametrize("seconds", [-1, -0.5, math.nan, math.inf, 1e10, 10**400, "2", None, True, [1]])
+    def test_bad_waits_name_the_option(self, tmp_path: Path, option: str, seconds: Any) -> None:
+        with pytest.raises(ValueError, match=f"{option} is {re.escape(repr(seconds))}, expected seconds"):
+            open_cache(tmp_path / "cache", **{option: seconds})
+        assert not (tmp_path / "cache").exists()
 
     @pytest.mark.parametrize("threads", [-1, 257, 10**6])
     def test_bad_thread_counts(self, tmp_path: Path, threads: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import shutil
@@ -300,3 +301,53 @@ def test_single_files(tmp_path: Path, damage: Callable[[Path], None]) -> None:
             fetch(cache, TOKENS)
             assert store(cache, TOKENS) is None
             assert fetch(cache, TOKENS) == 41
+
+
+@contextlib.contextmanager
+def held_account(directory: Path) -> Iterator[None]:
+    """Somebody else has locked the directory's account: each write waits for two seconds."""
+    with (directory / "v1" / ".usage").open("r+b") as usage:
+        fcntl.flock(usage, fcntl.LOCK_EX)
+        yield
+
+
+class TestADiskThatHangs:
+    OTHER = list(range(100, 141))
+
+    def test_flush_says_so_and_what_waits_still_does(self, tmp_path: Path) -> None:
+        with open_cache(tmp_path / "cache", flush_wait_seconds=1) as cache:
+            assert store(cache, TOKENS) is None
+            with held_account(tmp_path / "cache"):
+                assert isinstance(store(cache, self.OTHER), TimeoutError)
+                assert fetch(cache, self.OTHER) == 41
+                assert len(part_files(tmp_path / "cache")) == 6
+        assert len(part_files(tmp_path / "cache")) == 12
+
+    def test_close_loses_what_waits_and_says_how_much(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        cache = open_cache(tmp_path / "cache", flush_wait_seconds=1)
+        assert store(cache, TOKENS) is None
+        with held_account(tmp_path / "cache"):
+            cache.store(self.OTHER, filled(self.OTHER))
+            cache.close()
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "6 parts were not written" in caplog.text
+        assert cache.stats()["write_errors"] == 6
+        with open_cache(tmp_path / "cache", ram=0) as later:
+            assert fetch(later, TOKENS) == 41
+            assert fetch(later, self.OTHER) == 0
+
+    def test_close_is_silent_where_all_is_written(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        cache = open_cache(tmp_path / "cache", flush_wait_seconds=60)
+        cache.store(TOKENS, filled(TOKENS))
+        cache.close()
+        assert caplog.records == []
+        assert len(part_files(tmp_path / "cache")) == 6
+
+
+def test_a_part_above_the_cap_is_left_out_and_no_error(tmp_path: Path) -> None:
+    with open_cache(tmp_path / "cache", disk=512) as cache:
+        assert store(cache, TOKENS) is None
+        stats = cache.stats()
+        assert (stats["left_out_parts"], stats["write_errors"], stats["degraded"]) == (6, 0, False)
+        assert fetch(cache, TOKENS) == 41, "it stays in RAM"
+    assert part_files(tmp_path / "cache") == []

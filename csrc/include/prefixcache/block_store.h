@@ -111,8 +111,9 @@ struct StoreStats {
   std::uint64_t put_existing = 0;  // put() of a part that was there: nothing was copied
   std::uint64_t put_full = 0;      // put() answered Full
   std::uint64_t written_parts = 0;
-  std::uint64_t written_bytes = 0;  // file bytes, headers included
-  std::uint64_t write_errors = 0;
+  std::uint64_t written_bytes = 0;   // file bytes, headers included
+  std::uint64_t write_errors = 0;    // parts that the file system refused, or that close() gave up
+  std::uint64_t left_out_parts = 0;  // not written, since nothing may go that would make room below the disk cap
   std::uint64_t gathered_ram_bytes = 0;
   std::uint64_t gathered_disk_bytes = 0;
   std::uint64_t gathered_device_bytes = 0;  // those of them that a GPU's kernel copied
@@ -130,6 +131,7 @@ class PREFIXCACHE_API BlockStore {
   // that others could write to. A directory that cannot be used for another reason gives a degraded store in RAM.
   static std::unique_ptr<BlockStore> open(const Options& options);
 
+  // As close(). What hangs in the real file system goes on by itself and touches nothing of the caller's.
   virtual ~BlockStore() = default;
   BlockStore(const BlockStore&) = delete;
   BlockStore& operator=(const BlockStore&) = delete;
@@ -186,7 +188,8 @@ class PREFIXCACHE_API BlockStore {
   virtual Status clear() = 0;
 
   // Waits until everything accepted so far is in its file, or was left out because the disk cap has no room for it.
-  // Returns the first write error since the last flush().
+  // Returns the first write error since the last flush(). IOError (ETIMEDOUT) after flush_wait_seconds without a sign
+  // of life from the disk: what waits still does.
   virtual Status flush() = 0;
 
   // Gives memory back to the system, recycled memory first, until the RAM tier holds at most `target_bytes`: drops the
@@ -197,7 +200,8 @@ class PREFIXCACHE_API BlockStore {
 
   virtual StoreStats stats() const = 0;
 
-  // Writes what waits, then stops the threads. Every later call answers Closed or a miss. Safe to call twice.
+  // Writes what waits, then stops the threads. Every later call answers Closed or a miss. Safe to call twice. IOError
+  // (ETIMEDOUT) after flush_wait_seconds without a sign of life from the disk: what waited is lost.
   virtual Status close() = 0;
 
  protected:

@@ -1,7 +1,7 @@
 // options.h: how a BlockStore is opened.
 //
 // Threads: a plain value.
-// Owns:    `env` must outlive the store.
+// Owns:    `env` must outlive the store, whose destructor waits for every call into it.
 // Units:   bytes for sizes, seconds for times.
 // Errors:  BlockStore::open throws std::invalid_argument that names the field and its value.
 #pragma once
@@ -39,13 +39,16 @@ struct PREFIXCACHE_API Options {
   // How long a lookup may wait for the disk, and a read too, which has a second more for every 64 MiB. What takes
   // longer is a miss, and the disk is left alone until it answers again.
   double disk_wait_seconds = 2.0;
+  // How long flush() and close() wait without a sign of life from the disk: a part that is written, a folder that is
+  // listed. Then flush() gives up, and close() too: what still waits is lost.
+  double flush_wait_seconds = 60;
   WritePolicy write = WritePolicy::through;
   Verify verify = Verify::first;
   // Threads that copy, the calling one included. 0: one for each core, at most 8.
   int threads = 0;
   // Temporary files of other processes are left alone until they are this old.
   double temp_grace_seconds = 600;
-  // The file system. Null: the real one.
+  // The file system. Null: the real one, whose calls may go on for as long as they hang when the store is gone.
   Env* env = nullptr;
 };
 

@@ -43,7 +43,7 @@ def stats_of(
         saves_persisted=store["written_parts"],
         loads=counts["loads"],
         errors=counts["errors"] + store["write_errors"],
-        ssd_write_drops=store["put_full"],
+        ssd_write_drops=store["put_full"] + store["left_out_parts"],
         total_size_bytes=store["disk_bytes"],
         max_size_bytes=sizes[0],
         configured_max_size_bytes=sizes[1],

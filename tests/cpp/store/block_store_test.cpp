@@ -48,6 +48,10 @@ TEST_F(BlockStoreTest, BadOptionsAreNamed) {
   refused("put_wait_seconds is -1", [](Options& o) { o.put_wait_seconds = -1; });
   refused("put_wait_seconds", [](Options& o) { o.put_wait_seconds = std::nan(""); });
   refused("disk_wait_seconds", [](Options& o) { o.disk_wait_seconds = 1e12; });
+  refused("disk_wait_seconds is -0.1", [](Options& o) { o.disk_wait_seconds = -0.1; });
+  refused("disk_wait_seconds is inf", [](Options& o) { o.disk_wait_seconds = INFINITY; });
+  refused("flush_wait_seconds is 10000000000", [](Options& o) { o.flush_wait_seconds = 1e10; });
+  refused("flush_wait_seconds", [](Options& o) { o.flush_wait_seconds = std::nan(""); });
   refused("temp_grace_seconds", [](Options& o) { o.temp_grace_seconds = -0.5; });
   refused("threads is -1", [](Options& o) { o.threads = -1; });
   refused("threads is 257", [](Options& o) { o.threads = 257; });

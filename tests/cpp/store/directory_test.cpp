@@ -179,5 +179,90 @@ TEST_F(DirectoryTest, PrepareChecksEveryLevel) {
   EXPECT_TRUE(open().prepare().is_ok());
 }
 
+// Folders that became links, to a place where files lie as a store lays them.
+class LinkedDirectory : public DirectoryTest {
+ protected:
+  static constexpr const char* kLevels[] = {"root/v1", "root/v1/other", ""};
+
+  // Moves the folder away and puts a link in its place. Where the folder is now.
+  fs::path replace_by_link(const std::string& level) {
+    const fs::path from = level.empty() ? fs::path(path_).parent_path() : fs::path(dir_ / level);
+    const fs::path away = dir_ / "away";
+    fs::rename(from, away);
+    fs::create_directory_symlink(away, from);
+    return away;
+  }
+  std::uint64_t files_behind(const fs::path& away) {
+    std::uint64_t count = 0;
+    for (const auto& item : fs::recursive_directory_iterator(away)) {
+      const std::string name = item.path().filename();
+      count += item.is_regular_file() && name != ".usage" ? 1 : 0;
+    }
+    return count;
+  }
+  // A part of another namespace and an old temporary file beside it.
+  void prepare() {
+    fs::remove_all(dir_ / "root");
+    fs::remove_all(dir_ / "away");
+    auto other = open("other");
+    ASSERT_TRUE(other.prepare().is_ok());
+    ASSERT_TRUE(write(other, block_, 100).is_ok());
+    path_ = other.path_of(name_of(block_));
+    write_file(fs::path(path_).parent_path() / ".tmp-1-1", "abandoned");
+  }
+
+  const Block block_ = chain(1, 4)[0];
+  std::string path_;
+};
+
+TEST_F(LinkedDirectory, IsNeitherCountedNorEvictedFrom) {
+  for (const std::string level : kLevels) {
+    prepare();
+    const fs::path away = replace_by_link(level);
+    env_.clock_offset = 3600;
+    auto directory = open();
+    std::vector<FoundPart> parts;
+    const Status prepared = directory.prepare();
+    EXPECT_EQ(prepared.is_ok(), level != "root/v1") << prepared.message();
+    EXPECT_EQ(directory.scan(parts).is_ok(), level != "root/v1");
+    EXPECT_TRUE(parts.empty());
+    EXPECT_EQ(directory.used(), 0u) << level;
+    EXPECT_FALSE(directory.evict_foreign(1e18));
+    EXPECT_EQ(files_behind(away), 2u) << level;
+    env_.clock_offset = 0;
+  }
+}
+
+TEST_F(LinkedDirectory, ThatWasAFolderWhenItWasCountedIsNotEvictedFrom) {
+  for (const std::string level : kLevels) {
+    prepare();
+    auto directory = open();
+    ASSERT_TRUE(directory.prepare().is_ok());
+    EXPECT_TRUE(scan(directory).empty());
+    EXPECT_EQ(directory.used(), 109u);
+    const fs::path away = replace_by_link(level);
+    EXPECT_FALSE(directory.evict_foreign(1e18)) << level;
+    EXPECT_EQ(files_behind(away), 2u) << level;
+  }
+}
+
+TEST_F(LinkedDirectory, OfThisNamespaceIsNotListedDatedOrRemovedFrom) {
+  for (const std::string level : kLevels) {
+    prepare();
+    auto directory = open("other");
+    ASSERT_TRUE(directory.prepare().is_ok());
+    EXPECT_EQ(scan(directory).size(), 1u);
+    const auto before = fs::last_write_time(path_);
+    const fs::path away = replace_by_link(level);
+    std::vector<FoundPart> parts;
+    directory.look(parts);
+    EXPECT_TRUE(parts.empty()) << level;
+    EXPECT_FALSE(directory.date(name_of(block_), 1000).is_ok());
+    EXPECT_FALSE(directory.remove(name_of(block_), 100).is_ok());
+    EXPECT_EQ(fs::last_write_time(path_), before);
+    EXPECT_EQ(files_behind(away), 2u) << level;
+  }
+}
+
 }  // namespace
 }  // namespace prefixcache::store

@@ -187,5 +187,27 @@ TEST(Index, ChildrenStayInTheirOrderHoweverTheyAreFoundAndRead) {
   EXPECT_EQ(index.children(7, 1), wanted);
 }
 
+TEST(Index, ShardsHoldEachRecordOnceAndAboutAsMany) {
+  Index index;
+  std::multiset<Key> wanted;
+  for (const auto& block : chain(4096, 1)) {
+    add(index, block);
+    wanted.insert(block.key);
+    if (block.depth % 2 == 0) {
+      add(index, block, Part::state);
+      wanted.insert(block.key);
+    }
+  }
+  std::multiset<Key> seen;
+  std::size_t largest = 0;
+  for (std::size_t shard = 0; shard < Index::kShards; ++shard) {
+    const std::size_t before = seen.size();
+    index.for_each(shard, [&](PartRecord& record) { seen.insert(record.entry->key); });
+    largest = std::max(largest, seen.size() - before);
+  }
+  EXPECT_EQ(seen, wanted);
+  EXPECT_LT(largest, 4 * wanted.size() / Index::kShards);
+}
+
 }  // namespace
 }  // namespace prefixcache::store

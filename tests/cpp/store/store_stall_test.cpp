@@ -5,6 +5,7 @@
 
 #include <gtest/gtest.h>
 
+#include "store/store_handle.h"
 #include "support/stalling_env.h"
 #include "support/store_fixture.h"
 
@@ -219,6 +220,124 @@ TEST_F(StoreStall, APutWaitsForMemoryThatIsBeingRead) {
   EXPECT_TRUE(put_block(*store, other, one_page()).is_ok() || put_block(*store, other, one_page()).is_ok());
   later.join();
   reader.join();
+}
+
+class StoreStallAtTheEnd : public StoreStall {
+ protected:
+  StoreStallAtTheEnd() {
+    options_.flush_wait_seconds = 0.2;
+    options_.ram_bytes = 64 * kPage;
+  }
+  // Outlives whatever still hangs in it.
+  std::unique_ptr<BlockStore> open_on_its_own() {
+    static auto& disks = *new std::vector<std::unique_ptr<testing::StallingEnv>>;
+    lasting_ = disks.emplace_back(std::make_unique<testing::StallingEnv>()).get();
+    options_.env = lasting_;
+    return reopen();
+  }
+
+  std::unique_ptr<BlockStore> reopen() {
+    return std::make_unique<store::StoreHandle>(std::make_unique<store::StoreImpl>(options_), false);
+  }
+  void expect_chain_up_to(BlockStore& store, std::size_t count) {
+    if (count == 0) return;
+    expect_chain(store, {blocks_.begin(), blocks_.begin() + static_cast<long>(count)}, one_page());
+  }
+
+  testing::StallingEnv* lasting_ = nullptr;
+  const std::vector<testing::Block> blocks_ = chain(5, 4);
+};
+
+TEST_F(StoreStallAtTheEnd, AFlushGivesUpAndTheNextOneEnds) {
+  for (const char* call : {"write", "rename", "lock"}) {
+    const auto store = open_and_wait(0);
+    disk_.stall(call);
+    put_chain(*store, blocks_, one_page());
+    EXPECT_LT(seconds([&] { EXPECT_EQ(store->flush().error_number(), ETIMEDOUT); }), kBound) << call;
+    expect_chain(*store, blocks_, one_page());
+    disk_.let_go();
+    EXPECT_TRUE(soon([&] { return store->flush().is_ok() && !store->stats().degraded; }));
+    EXPECT_EQ(store->stats().written_parts, 5u);
+    EXPECT_EQ(store->stats().write_errors, 0u);
+    EXPECT_EQ(dir_.parts().size(), 5u);
+    ASSERT_TRUE(store->clear().is_ok());
+  }
+}
+
+TEST_F(StoreStallAtTheEnd, AClosedStoreSaysWhatIsLost) {
+  for (const auto policy : {WritePolicy::through, WritePolicy::back}) {
+    for (const char* call : {"write", "rename", "lock"}) {
+      options_.write = policy;
+      std::filesystem::remove_all(options_.directory);
+      auto store = open_and_wait(0);
+      disk_.stall(call);
+      put_chain(*store, blocks_, one_page());
+      Status status;
+      EXPECT_LT(seconds([&] { status = store->close(); }), kBound) << call;
+      EXPECT_EQ(status.code(), StatusCode::IOError);
+      EXPECT_EQ(status.error_number(), ETIMEDOUT);
+      EXPECT_NE(status.message().find("5 parts were not written"), std::string::npos) << status.message();
+      EXPECT_EQ(store->stats().write_errors, 5u);
+      EXPECT_EQ(put_block(*store, blocks_[0]).code(), StatusCode::Closed);
+      EXPECT_TRUE(store->close().is_ok());
+      disk_.let_go();
+      store.reset();  // waits: the file system is the test's
+      // What was under its own name by then is whole; no other part was begun.
+      EXPECT_LE(dir_.parts().size(), std::string_view(call) == "rename" ? 1u : 0u) << call;
+      EXPECT_EQ(dir_.files().size(), dir_.parts().size()) << call;
+      store = open_and_wait(dir_.parts().size());
+      EXPECT_EQ(store->stats().disk_bytes, dir_.bytes());
+      expect_chain_up_to(*store, found(*store, blocks_));
+    }
+  }
+}
+
+TEST_F(StoreStallAtTheEnd, NothingIsLostWhereNothingWaits) {
+  prepare(blocks_, one_page());
+  disk_.stall("list");
+  const auto store = open();
+  EXPECT_LT(seconds([&] { EXPECT_TRUE(store->close().is_ok()); }), kBound);
+  EXPECT_EQ(store->stats().write_errors, 0u);
+  disk_.let_go();
+}
+
+TEST_F(StoreStallAtTheEnd, ADestroyedStoreLeavesWhatHangsBehind) {
+  for (const char* call : {"write", "rename", "lock", "list"}) {
+    std::filesystem::remove_all(options_.directory);
+    auto store = open_on_its_own();
+    put_chain(*store, chain(1, 4, 7), one_page());
+    ASSERT_TRUE(store->flush().is_ok());
+    lasting_->stall(call);
+    if (std::string_view(call) == "list") store = reopen();
+    put_chain(*store, blocks_, one_page());
+    EXPECT_LT(seconds([&] { store = nullptr; }), kBound) << call;
+    EXPECT_GT(lasting_->waiting(), 0) << call;
+    // Another one on the same directory meanwhile, and afterwards.
+    auto* const hanging = lasting_;
+    auto next = open_on_its_own();
+    put_chain(*next, blocks_, one_page());
+    ASSERT_TRUE(next->flush().is_ok());
+    hanging->let_go();
+    EXPECT_TRUE(soon([&] { return hanging->waiting() == 0; }));
+    EXPECT_TRUE(soon([&] { return dir_.files().size() == dir_.parts().size(); }));
+    expect_chain(*next, blocks_, one_page());
+    ASSERT_TRUE(next->close().is_ok());
+    next = open_on_its_own();
+    EXPECT_TRUE(soon([&] { return next->stats().parts == 6; })) << call;
+    expect_chain(*next, blocks_, one_page());
+  }
+}
+
+TEST_F(StoreStallAtTheEnd, AReadThatHangsIsLeftBehindToo) {
+  prepare(blocks_, one_page());
+  auto store = open_on_its_own();
+  EXPECT_TRUE(soon([&] { return store->stats().parts == 5; }));
+  lasting_->stall("read");
+  EXPECT_FALSE(store->gather(request_for(blocks_)).status.is_ok());
+  EXPECT_LT(seconds([&] { store = nullptr; }), kBound);
+  EXPECT_GT(lasting_->waiting(), 0);
+  lasting_->let_go();
+  EXPECT_TRUE(soon([&] { return lasting_->waiting() == 0; }));
 }
 
 }  // namespace

@@ -2,6 +2,9 @@
 
 #include <atomic>
 #include <cerrno>
+#include <chrono>
+#include <thread>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -187,6 +190,77 @@ TEST(Writer, StopEndsTheWaitForRoom) {
   EXPECT_FALSE(got);
   sink.open();
   stopper.join();
+}
+
+TEST(Writer, GivesUpOnADiskThatGivesNoSign) {
+  Sink sink;
+  Writer writer(1000, sink.function());
+  writer.start();
+  sink.shut();
+  for (std::uint64_t i = 1; i <= 3; ++i) push(writer, i);
+  sink.wait_until_begun(1);
+  EXPECT_EQ(writer.flush(0.05).error_number(), ETIMEDOUT);
+  EXPECT_EQ(writer.queued_bytes(), 30u) << "what waits still does";
+  EXPECT_FALSE(writer.stop(0.05));
+  EXPECT_FALSE(writer.ended());
+  EXPECT_EQ(writer.abandon(), 3u);
+  EXPECT_EQ(writer.queued_bytes(), 10u);
+  sink.open();
+  EXPECT_TRUE(writer.stop());
+  EXPECT_TRUE(writer.ended());
+  EXPECT_EQ(sink.written(), std::vector<std::uint64_t>{1}) << "nothing more is begun";
+}
+
+TEST(Writer, WaitsAsLongAsThereAreSigns) {
+  Sink sink;
+  Writer writer(1000, sink.function());
+  writer.start();
+  sink.shut();
+  push(writer, 1);
+  sink.wait_until_begun(1);
+  // Looked at ten times a second; the disk answers after the twentieth time.
+  std::uint64_t signs = 0;
+  const auto sign = [&] {
+    if (++signs == 20) sink.open();
+    return signs;
+  };
+  EXPECT_TRUE(writer.flush(0.3, sign).is_ok());
+  EXPECT_GE(signs, 20u);
+  EXPECT_TRUE(writer.stop());
+}
+
+TEST(Writer, AnEndedJobIsASign) {
+  Writer writer(1000, [](const auto&) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(60));
+    return Status::ok();
+  });
+  writer.start();
+  for (std::uint64_t i = 1; i <= 20; ++i) push(writer, i);
+  const auto start = steady_clock::now();
+  EXPECT_TRUE(writer.flush(1).is_ok());
+  EXPECT_GT(steady_clock::now() - start, std::chrono::seconds(1)) << "longer than it waits for one";
+}
+
+TEST(Writer, IdleThatHangsEndsNoWaitForJobsAndKeepsNobodyFromStopping) {
+  Sink sink;
+  std::atomic<bool> hangs{false};
+  std::atomic<int> calls{0};
+  Writer writer(1000, sink.function(), [&] {
+    ++calls;
+    while (hangs) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return 3600.0;
+  });
+  writer.start();
+  push(writer, 1);
+  EXPECT_TRUE(writer.flush().is_ok());
+  hangs = true;
+  writer.poke();
+  const int before = calls;
+  while (calls == before) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  EXPECT_FALSE(writer.stop(0.05));
+  EXPECT_EQ(writer.abandon(), 0u);
+  hangs = false;
+  EXPECT_TRUE(writer.stop());
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-#include "store/own_process.h"
+#include "store/store_handle.h"
 
 #include <csignal>
 
@@ -17,7 +17,7 @@ using testing::keys_of;
 using testing::put_block;
 using testing::test_root;
 
-class OwnProcess : public testing::StoreFixture {
+class StoreHandleTest : public testing::StoreFixture {
  protected:
   // The exit status of a child that runs this, which must not take long. -1: it was ended.
   static int in_a_child(const std::function<bool()>& body) {
@@ -32,10 +32,10 @@ class OwnProcess : public testing::StoreFixture {
   }
 };
 
-TEST_F(OwnProcess, AForkedOneGetsMissesAndWaitsForNothing) {
+TEST_F(StoreHandleTest, AForkedOneGetsMissesAndWaitsForNothing) {
   for (const std::uint64_t ram : {0u, 1u << 20}) {
     options_.ram_bytes = ram;
-    auto store = open();
+    auto store = BlockStore::open(options_);
     const auto blocks = chain(2, 4, static_cast<std::uint32_t>(ram));
     put_chain(*store, blocks);
     ASSERT_TRUE(store->flush().is_ok());
@@ -63,7 +63,7 @@ TEST_F(OwnProcess, AForkedOneGetsMissesAndWaitsForNothing) {
               0);
     // One that it opens itself is its own.
     EXPECT_EQ(in_a_child([&] {
-                const auto own = open();
+                const auto own = BlockStore::open(options_);
                 return found(*own, blocks) == 2 && own->close().is_ok();
               }),
               0);

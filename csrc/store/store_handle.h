@@ -1,27 +1,22 @@
-#include "store/own_process.h"
+// store_handle.h: the store that callers hold. It belongs to the process that opened it: one that was forked later has
+// none of its threads, and locks in it may be held by threads that are not there.
+//
+// Threads: as BlockStore.
+// Owns:    the store; when it is destroyed while a call into the file system hangs, a thread that waits for it does.
+// Errors:  in a forked process every call answers Closed or a miss, waits for nothing and leaves the store as it is.
+#pragma once
 
-#include <atomic>
+#include <memory>
 
-#include <pthread.h>
+#include "store/store_impl.h"
 
 namespace prefixcache::store {
 
-namespace {
-
-// How often this process and those before it were forked.
-std::atomic<unsigned> forks{0};
-
-unsigned watched_forks() {
-  [[maybe_unused]] static const int watching = ::pthread_atfork(nullptr, nullptr, [] { ++forks; });
-  return forks;
-}
-
-class OwnProcess : public BlockStore {
+class StoreHandle : public BlockStore {
  public:
-  explicit OwnProcess(std::unique_ptr<BlockStore> store) : store_(std::move(store)), born_(watched_forks()) {}
-  ~OwnProcess() override {
-    if (forked()) store_.release();
-  }
+  // `waits`: the destructor does, for every call into the file system, since that may not outlive the store.
+  StoreHandle(std::unique_ptr<StoreImpl> store, bool waits);
+  ~StoreHandle() override;
 
   const Options& options() const override { return store_->options(); }
   Status put(const PutRequest& request, std::uint64_t* added) override {
@@ -62,34 +57,17 @@ class OwnProcess : public BlockStore {
   std::uint64_t trim_ram(std::uint64_t target_bytes, std::span<const Key> protected_keys) override {
     return forked() ? 0 : store_->trim_ram(target_bytes, protected_keys);
   }
-  StoreStats stats() const override {
-    if (!forked()) return store_->stats();
-    StoreStats stats;
-    stats.degraded = true;
-    stats.last_error = closed().message();
-    return stats;
-  }
+  StoreStats stats() const override;
   Status close() override { return forked() ? Status::ok() : store_->close(); }
 
  private:
-  bool forked() const { return forks != born_; }
-  static Status closed() {
-    return {StatusCode::Closed, "the store belongs to the process that this one was forked from"};
-  }
-  static Gathered nothing() {
-    Gathered result;
-    result.status = closed();
-    return result;
-  }
+  bool forked() const;
+  static Status closed();
+  static Gathered nothing();
 
-  std::unique_ptr<BlockStore> store_;
+  std::unique_ptr<StoreImpl> store_;
+  const bool waits_;
   const unsigned born_;
 };
-
-}  // namespace
-
-std::unique_ptr<BlockStore> for_own_process(std::unique_ptr<BlockStore> store) {
-  return std::make_unique<OwnProcess>(std::move(store));
-}
 
 }  // namespace prefixcache::store
