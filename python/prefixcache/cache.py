@@ -406,7 +406,7 @@ class PrefixCache:
         _log("%s: %s (%s); from now on see stats()", what, reason, self._store.stats()["last_error"])
 
 
-def _log(text: str, *values: str) -> None:
+def _log(text: str, *values: object) -> None:
     # Imported here, since trouble is rare and import is not.
     import logging
 
