@@ -42,7 +42,7 @@ class Account:
             self.outcomes["skipped"] += 1
             # A skip's longrepr is (file, line, reason); that of an expected failure is not.
             text = report.longrepr[2] if isinstance(report.longrepr, tuple) else "expected to fail"
-            self.reasons[" ".join(text.split())[:150]] += 1
+            self.reasons[" ".join(text.removeprefix("Skipped: ").split())[:150]] += 1
         elif report.when == "call":
             self.outcomes["passed"] += 1
 
