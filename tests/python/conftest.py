@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +45,31 @@ def child_environment(*folders: Path) -> dict[str, str]:
 
     site = Path(prefixcache.__file__).resolve().parents[1]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (site, *folders)))}
+
+
+# How MLX says that its GPU backend has no such operation: nothing that runs on that device can be tested with it.
+LACKING = ("has no CUDA implementation", "not yet supported on the GPU", "No Metal back-end")
+
+
+def lacking_is_a_skip() -> Generator[None, Any, Any]:
+    import mlx.core as mx
+
+    try:
+        return (yield)
+    except (RuntimeError, ValueError) as error:
+        if mx.default_device() == mx.Device(mx.cpu) or not any(text in str(error) for text in LACKING):
+            raise
+        pytest.skip(f"this MLX on {mx.default_device()}: {error}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, Any, Any]:
+    return (yield from lacking_is_a_skip())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, Any, Any]:
+    return (yield from lacking_is_a_skip())
 
 
 class RealModel(NamedTuple):

@@ -2,7 +2,8 @@
 
 This process loads what they need, once. For each line with a number on its standard input it forks one, which stores,
 fetches, evicts, clears and reopens for ever, writes its process number, and once it has ended its status. A worker ends
-by itself only if something went wrong, or with this process.
+by itself only if something went wrong, or with this process. A GPU's driver does not survive a fork: there a worker is
+a program of its own, `kill_child.py DIRECTORY CAP SEED`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import os
 import random
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
+import mlx.core as mx
 from sessions import open_for, prompt, serve
 
 MODELS = ("rows", "everything", "kept rows")
@@ -42,12 +45,39 @@ def work_for_ever(directory: Path, seed: int, cap: int) -> None:
         os._exit(1)
 
 
+def forked(directory: str, cap: str, seed: str) -> int:
+    worker = os.fork()
+    if worker == 0:
+        work_for_ever(Path(directory), int(seed), int(cap))
+    return worker
+
+
+def started(directory: str, cap: str, seed: str) -> int:
+    """Returns when the new program is at work."""
+    reads, writes = os.pipe()
+    command = [sys.executable, __file__, directory, cap, seed]
+    worker = os.posix_spawn(command[0], command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, writes, 1)])
+    os.close(writes)
+    with open(reads) as ready:
+        ready.readline()
+    return worker
+
+
+def be_ready() -> None:
+    """Until here a kill would hit a program that still loads and compiles."""
+    with tempfile.TemporaryDirectory() as scratch:
+        work(Path(scratch), random.Random(1), 1 << 20)
+    print("ready", flush=True)
+
+
 def main() -> None:
-    directory, cap = sys.argv[1:]
+    directory, cap, *seed = sys.argv[1:]
+    if seed:
+        be_ready()
+        work_for_ever(Path(directory), int(seed[0]), int(cap))
+    start = forked if mx.default_device() == mx.Device(mx.cpu) else started
     for line in sys.stdin:
-        worker = os.fork()
-        if worker == 0:
-            work_for_ever(Path(directory), int(line), int(cap))
+        worker = start(directory, cap, line.strip())
         print(worker, flush=True)
         print(os.waitpid(worker, 0)[1], flush=True)
 

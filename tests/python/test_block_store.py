@@ -305,7 +305,7 @@ class TestThreads:
         failures: list[str] = []
 
         def work(thread: int) -> None:
-            with mx.stream(mx.new_stream(mx.cpu)):
+            with mx.stream(mx.new_stream(mx.default_device())):
                 for i in range(12):
                     number = 1 + thread * 100 + i
                     lazy = (mx.arange(64).reshape(8, 8) + number).astype(mx.bfloat16).view(mx.uint16)

@@ -149,7 +149,7 @@ def test_arrays_that_only_their_thread_can_compute_are_refused(tmp_path: Path) -
     lazy: list[Any] = []
 
     def work() -> None:
-        stream = mx.new_stream(mx.cpu)
+        stream = mx.new_stream(mx.default_device())
         with mx.stream(stream):
             lazy.append(mx.ones((1, 2, 16, 4)) * 2)
 
