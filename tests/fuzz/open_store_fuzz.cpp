@@ -43,7 +43,8 @@ struct Sound {
       put_window(*store, block, block.start() + 1, block.depth, kGroup, specs());
       put_state(*store, block);
     }
-    require(store->close().is_ok(), "the sound files were not written");
+    const Status closed = store->close();
+    require(closed.is_ok(), closed.message().c_str());
     for (const auto& [path, bytes] : env.files) {
       const std::string name = path.substr(path.rfind('/') + 1);
       const int part = name.find(".kv.") != std::string::npos ? 0 : name.find(".win.") != std::string::npos ? 1 : 2;

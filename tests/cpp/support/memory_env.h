@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -59,7 +60,7 @@ class MemoryEnv : public Env {
     out.is_directory = found == files.end();
     return found != files.end() || is_directory(path) ? Status::ok() : missing(path);
   }
-  // Directories are there as soon as something lies in them.
+  // Of directories only those are listed in which something lies.
   Status list(const std::string& path, std::vector<DirEntry>& out) override {
     std::lock_guard lock(mutex_);
     out.clear();
@@ -77,7 +78,13 @@ class MemoryEnv : public Env {
     }
     return Status::ok();
   }
-  Status make_directories(const std::string&) override { return Status::ok(); }
+  Status make_directories(const std::string& path) override {
+    std::lock_guard lock(mutex_);
+    for (std::size_t end = path.size(); end != std::string::npos && end != 0; end = path.rfind('/', end - 1)) {
+      made_.insert(path.substr(0, end));
+    }
+    return Status::ok();
+  }
   Status check_private(const std::string&) override { return Status::ok(); }
   Status lock(const std::string& path, double, std::unique_ptr<LockedFile>& out) override {
     out = std::make_unique<Locked>(*this, path);
@@ -139,10 +146,12 @@ class MemoryEnv : public Env {
     return info;
   }
   bool is_directory(const std::string& path) const {
+    if (made_.contains(path)) return true;
     const auto at = files.lower_bound(path + "/");
     return at == files.end() ? false : at->first.starts_with(path + "/");
   }
 
+  std::set<std::string> made_;  // directories
   std::mutex mutex_;
 };
 
