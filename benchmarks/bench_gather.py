@@ -50,9 +50,9 @@ def from_arena(tokens: int, rounds: int, scratch: str) -> Numbers:
         blocks = [[mx.contiguous(block) for block in slot] for slot in blocks]
         mx.eval(blocks)
         del caches
-        before = cache.stats["gathered_device_bytes"]
+        before = cache.stats()["gathered_device_bytes"]
         first = timed(lambda: _fetch(cache, stored))
-        by_device = cache.stats["gathered_device_bytes"] - before
+        by_device = cache.stats()["gathered_device_bytes"] - before
         for _ in range(3):
             _fetch(cache, stored)
         copy = device_copy(tokens * ROW_BYTES)
