@@ -60,8 +60,20 @@ void check_outputs(const KernelRequest& request) {
   if (request.row_bytes % mlx::core::size_of(first.dtype) != 0) refuse("rows that are no whole number of items");
 }
 
+// Where the last tensor of each layout begins.
+std::vector<std::uint64_t> last_offsets(const KernelRequest& request) {
+  std::vector<std::uint64_t> last(request.tensors.front().offsets.size(), 0);
+  for (const auto& tensor : request.tensors) {
+    for (std::size_t layout = 0; layout < last.size(); ++layout) {
+      last[layout] = std::max(last[layout], tensor.offsets[layout]);
+    }
+  }
+  return last;
+}
+
 // Everything a piece can make the kernel touch, for any head and any tensor.
-Piece check_piece(const KernelRequest& request, std::size_t i, std::int64_t next) {
+Piece check_piece(const KernelRequest& request, const std::vector<std::uint64_t>& last, std::size_t i,
+                  std::int64_t next) {
   const ArenaRows& rows = request.pieces[i];
   if (rows.slab >= request.slab_bytes.size()) {
     refuse(at(i) + " names slab " + std::to_string(rows.slab) + " of " + std::to_string(request.slab_bytes.size()));
@@ -70,9 +82,8 @@ Piece check_piece(const KernelRequest& request, std::size_t i, std::int64_t next
     refuse(at(i) + " lies at bytes " + std::to_string(rows.at) + " to " + std::to_string(rows.at + rows.bytes) +
            " of a slab of " + std::to_string(request.slab_bytes[rows.slab]));
   }
-  if (rows.layout >= request.tensors.front().offsets.size()) {
-    refuse(at(i) + " names layout " + std::to_string(rows.layout) + " of " +
-           std::to_string(request.tensors.front().offsets.size()));
+  if (rows.layout >= last.size()) {
+    refuse(at(i) + " names layout " + std::to_string(rows.layout) + " of " + std::to_string(last.size()));
   }
   if (rows.lo < 0 || rows.hi < rows.lo || rows.stored < rows.hi) {
     refuse(at(i) + " takes rows " + std::to_string(rows.lo) + " to " + std::to_string(rows.hi) + " of " +
@@ -86,11 +97,8 @@ Piece check_piece(const KernelRequest& request, std::size_t i, std::int64_t next
   }
   Piece piece = {};
   piece.stride = times(static_cast<std::uint64_t>(rows.stored), request.row_bytes);
-  const std::uint64_t tensor_bytes = times(piece.stride, request.heads);
-  for (const auto& tensor : request.tensors) {
-    if (plus(tensor.offsets[rows.layout], tensor_bytes) > rows.bytes) {
-      refuse(at(i) + " has a tensor that ends behind its image");
-    }
+  if (plus(last[rows.layout], times(piece.stride, request.heads)) > rows.bytes) {
+    refuse(at(i) + " has a tensor that ends behind its image");
   }
   piece.slab = rows.slab;
   piece.layout = rows.layout;
@@ -101,10 +109,11 @@ Piece check_piece(const KernelRequest& request, std::size_t i, std::int64_t next
 }
 
 std::vector<Piece> check_pieces(const KernelRequest& request) {
+  const auto last = last_offsets(request);
   std::vector<Piece> pieces;
   std::int64_t next = 0;
   for (std::size_t i = 0; i < request.pieces.size(); ++i) {
-    const Piece piece = check_piece(request, i, next);
+    const Piece piece = check_piece(request, last, i, next);
     next = request.pieces[i].place + (request.pieces[i].hi - request.pieces[i].lo);
     if (piece.length > 0) pieces.push_back(piece);
   }

@@ -44,15 +44,20 @@ gather::KernelRequest GatherPlan::request_for(const gather::KernelRequest& base,
   request.capacity = first.capacity;
   request.tensors.assign(slots.size(), {{}, first.dtype});
   std::vector<std::vector<std::uint64_t>> layouts;
+  const std::string* last = nullptr;
   auto piece = request.pieces.begin();
   for (std::size_t i = 0; i < sources_.size(); ++i) {
     if (blocks_[i].take_hi == blocks_[i].take_lo) continue;
-    std::vector<std::uint64_t> offsets;
-    offsets.reserve(slots.size());
-    const auto& tensors = sources_[i].header().tensors;
-    for (const std::size_t slot : slots) offsets.push_back(tensors[slots_[slot].tensors[i]].offset);
     // Blocks of one length follow each other.
-    if (layouts.empty() || layouts.back() != offsets) layouts.push_back(std::move(offsets));
+    const std::string* form = sources_[i].form();
+    if (form == nullptr || form != last) {
+      std::vector<std::uint64_t> offsets;
+      offsets.reserve(slots.size());
+      const auto& tensors = sources_[i].header().tensors;
+      for (const std::size_t slot : slots) offsets.push_back(tensors[slots_[slot].tensors[i]].offset);
+      layouts.push_back(std::move(offsets));
+      last = form;
+    }
     (piece++)->layout = layouts.size() - 1;
   }
   for (const auto& offsets : layouts) {

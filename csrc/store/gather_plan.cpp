@@ -59,12 +59,16 @@ Status GatherPlan::make(const GatherRequest& request, std::span<const Source> so
                         std::size_t& bad_block) {
   out.sources_ = sources;
   out.block_bytes_.assign(sources.size(), 0);
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    const std::string* form = sources[i].form();
+    out.like_last_.push_back(i != 0 && form != nullptr && form == sources[i - 1].form());
+  }
   if (Status status = out.plan_rows(request, bad_block); !status.is_ok()) return status;
   std::vector<std::string> names = request.slots;
   if (names.empty()) {
     for (const auto& tensor : sources.front().header().tensors) names.push_back(tensor.name);
     for (std::size_t i = 1; i < sources.size(); ++i) {
-      if (sources[i].header().tensors.size() == names.size()) continue;
+      if (out.like_last_[i] || sources[i].header().tensors.size() == names.size()) continue;
       bad_block = i;
       return {StatusCode::Corrupt, "block " + std::to_string(i) + " has other slots than the blocks before it"};
     }
@@ -145,14 +149,19 @@ Status GatherPlan::add_slot(const GatherRequest& request, const std::string& nam
     slot.rows = request.row_hi - request.row_lo;
     slot.shape[slot.seq_axis] = static_cast<mlx::core::ShapeElem>(request.capacity);
   }
+  slot.tensors.reserve(sources_.size());
   for (std::size_t i = 0; i < sources_.size(); ++i) {
-    const auto& header = sources_[i].header();
-    const std::size_t found = find_tensor(header, name, in_first);
-    if (found == header.tensors.size() || !same_but_rows(header.tensors[found], tensor)) {
-      bad_block = i;
-      return {StatusCode::Corrupt, "block " + std::to_string(i) + " holds slot '" + name + "' in another form"};
+    if (like_last_[i]) {
+      slot.tensors.push_back(slot.tensors.back());
+    } else {
+      const auto& header = sources_[i].header();
+      const std::size_t found = find_tensor(header, name, in_first);
+      if (found == header.tensors.size() || !same_but_rows(header.tensors[found], tensor)) {
+        bad_block = i;
+        return {StatusCode::Corrupt, "block " + std::to_string(i) + " holds slot '" + name + "' in another form"};
+      }
+      slot.tensors.push_back(found);
     }
-    slot.tensors.push_back(found);
     const bool whole = slot.seq_axis == kNoSeqAxis;
     const auto rows = static_cast<std::uint64_t>(blocks_[i].take_hi - blocks_[i].take_lo);
     if (!whole) block_bytes_[i] += rows * slot.outer * slot.row_bytes;

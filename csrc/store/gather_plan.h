@@ -84,6 +84,7 @@ class GatherPlan {
 
   std::span<const Source> sources_;
   std::vector<BlockRows> blocks_;
+  std::vector<bool> like_last_;  // its tensors are those of the block before it
   std::vector<Slot> slots_;
   std::vector<std::optional<mlx::core::array>> arrays_;
   std::vector<std::size_t> by_cpu_;  // numbers of slots

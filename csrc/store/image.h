@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "layout/block_file.h"
 #include "store/buffer_pool.h"
@@ -15,6 +16,8 @@ namespace prefixcache::store {
 struct Image {
   layout::PartHeader header;
   Key block;  // the key before group_key()
+  // What its tensors are, and so where they lie: equal pointers say that two images are alike in all of that.
+  std::shared_ptr<const std::string> form;
   std::shared_ptr<Buffer> buffer;
   std::uint64_t data_bytes = 0;
 

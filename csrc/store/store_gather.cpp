@@ -258,15 +258,39 @@ Gathered StoreImpl::gather_checked(const std::shared_ptr<GatherJob>& job) {
   return result;
 }
 
+namespace {
+
+std::string form_text(const layout::PartHeader& header, bool with_rows) {
+  std::string text;
+  for (const auto& tensor : header.tensors) {
+    text += tensor.name;
+    text += '\0';
+    text += std::to_string(static_cast<int>(tensor.dtype.val()));
+    for (std::size_t d = 0; d < tensor.shape.size(); ++d) {
+      const bool rows = static_cast<int>(d) == tensor.seq_axis;
+      text += rows ? '*' : ',';
+      if (!rows || with_rows) text += std::to_string(tensor.shape[d]);
+    }
+    text += ';';
+  }
+  return text;
+}
+
+}  // namespace
+
+std::shared_ptr<const std::string> StoreImpl::form_of(const layout::PartHeader& header) {
+  auto form = std::make_shared<const std::string>(form_text(header, true));
+  Lock lock(mutex_);
+  if (const auto found = forms_.find(*form); found != forms_.end()) return found->second;
+  // Those that are forgotten are only not recognised.
+  if (forms_.size() >= kMostForms) forms_.clear();
+  forms_.emplace(*form, form);
+  return form;
+}
+
 void StoreImpl::prepare_device(const std::shared_ptr<Image>& image) {
   if (device_ == nullptr || image->buffer == nullptr || image->buffer->slab() == nullptr) return;
-  std::string form;
-  for (const auto& tensor : image->header.tensors) {
-    for (std::size_t d = 0; d < tensor.shape.size(); ++d) {
-      form += (static_cast<int>(d) == tensor.seq_axis ? "*" : std::to_string(tensor.shape[d])) + ",";
-    }
-    form += std::to_string(static_cast<int>(tensor.dtype.val())) + ";";
-  }
+  std::string form = form_text(image->header, false);
   {
     Lock lock(mutex_);
     if (prepared_.size() >= kMostForms || !prepared_.insert(std::move(form)).second) return;

@@ -10,6 +10,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "gather/device.h"
@@ -29,6 +31,8 @@ struct Source {
   std::shared_ptr<PartFile> file;
   std::uint64_t version = 0;  // of the record that it was found in
   const layout::PartHeader& header() const { return image ? image->header : file->header(); }
+  // Null where it is not known.
+  const std::string* form() const { return image ? image->form.get() : nullptr; }
 };
 
 struct GatherJob;
@@ -190,6 +194,8 @@ class StoreImpl : public BlockStore {
   // Opens what is not open, and looks whether files that are open are still there.
   void open_sources(GatherJob& job);
   void take_results(GatherJob& job, Gathered& result);
+  // One string for all images whose tensors are alike.
+  std::shared_ptr<const std::string> form_of(const layout::PartHeader& header);
   // Tries the gather of a form of parts that is new: a device takes seconds to compile kernels, and no fetch should
   // wait for that.
   void prepare_device(const std::shared_ptr<Image>& image);
@@ -231,9 +237,10 @@ class StoreImpl : public BlockStore {
   StoreStats stats_;
   std::size_t open_files_ = 0;  // about: counted down when limit_open_files() looks
   std::atomic<bool> closed_{false};
-  std::atomic<bool> abandoned_{false};        // closed while the disk did not answer: its threads write nothing more
-  std::unordered_set<std::string> prepared_;  // forms of parts; guarded by mutex_
-  AskedFor asked_for_;                        // guarded by mutex_
+  std::atomic<bool> abandoned_{false};  // closed while the disk did not answer: its threads write nothing more
+  std::unordered_map<std::string, std::shared_ptr<const std::string>> forms_;  // guarded by mutex_
+  std::unordered_set<std::string> prepared_;                  // forms without their rows; guarded by mutex_
+  AskedFor asked_for_;                                        // guarded by mutex_
   std::vector<std::pair<layout::NameInfo, double>> to_date_;  // guarded by mutex_
   std::uint64_t scan_number_ = 0;                             // guarded by mutex_
   std::atomic<bool> scanned_{false};                          // the first scan has ended, well or not

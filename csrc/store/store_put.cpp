@@ -170,6 +170,7 @@ Status StoreImpl::put_checked(const PutRequest& request, std::uint64_t* added) {
   if (already_there(request)) return Status::ok();
   evaluate(request.slots);
   const auto image = make_image(request);
+  image->form = form_of(image->header);
   const std::uint64_t cost = image->memory();
   if (writer_ != nullptr) watch_writer();
   const bool queued = writer_ != nullptr && !written_later(*image);

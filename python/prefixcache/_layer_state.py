@@ -121,21 +121,29 @@ def unflatten(template: Sequence[LayerState], arrays: Mapping[str, mx.array], of
     """
     if offset < 0:
         raise ValueError(f"offset must not be negative, got {offset}")
-    names = {name for name, _ in flatten(template)}
-    if names != arrays.keys():
-        missing, extra = sorted(names - arrays.keys()), sorted(arrays.keys() - names)
-        raise ValueError(f"arrays do not match the stored structure: missing {missing}, not expected {extra}")
-    return [_fill(state, str(index), arrays, offset) for index, state in enumerate(template)]
+    left = dict(arrays)
+    missing: list[str] = []
+    states = [_fill(state, str(index), left, missing, offset) for index, state in enumerate(template)]
+    if missing or left:
+        raise ValueError(
+            f"arrays do not match the stored structure: missing {sorted(missing)}, not expected {sorted(left)}"
+        )
+    return states
 
 
-def _fill(state: LayerState, path: str, arrays: Mapping[str, mx.array], offset: int) -> LayerState:
+def _fill(state: LayerState, path: str, left: dict[str, mx.array], missing: list[str], offset: int) -> LayerState:
+    """A layer with its arrays, which are taken out of ``left``. Names of those that are not there go to ``missing``."""
     slots = []
     for slot in state.slots:
-        array = arrays[f"{path}/{slot.name}"]
+        name = f"{path}/{slot.name}"
+        array = left.pop(name, None)
+        if array is None:
+            missing.append(name)
+            continue
         if slot.seq_axis is not None and slot.seq_axis >= array.ndim:
-            raise ValueError(f"{path}/{slot.name}: axis {slot.seq_axis} expected, the array has shape {array.shape}")
+            raise ValueError(f"{name}: axis {slot.seq_axis} expected, the array has shape {array.shape}")
         slots.append(Slot(slot.name, array, slot.seq_axis, slot.reach))
-    children = tuple(_fill(child, f"{path}/{i}", arrays, offset) for i, child in enumerate(state.children))
+    children = tuple([_fill(child, f"{path}/{i}", left, missing, offset) for i, child in enumerate(state.children)])
     stands_at = None if state.offset is None else offset if slots else 0
     return LayerState(state.type_name, tuple(slots), state.meta, children, stands_at)
 

@@ -48,14 +48,13 @@ def registered() -> dict[tuple[str, str], Handler]:
 def handler_for(cache: object, where: str = "cache") -> Handler:
     """The handler of a live cache. ``Unsupported`` for an unknown cache class, TypeError for an object that is none."""
     kind = type(cache)
+    if (handler := _by_class.get((kind.__module__, kind.__qualname__))) is not None:
+        return handler
     # Models are dicts with a `state`; a class instead of an instance has every method of the protocol.
     if isinstance(cache, type | dict) or not any(hasattr(kind, name) or hasattr(cache, name) for name in _PROTOCOL):
         raise TypeError(f"{where}: expected a cache object, got {_short(cache)}")
-    handler = _by_class.get((kind.__module__, kind.__qualname__))
-    if handler is None:
-        advice = "; extract each row first: extract(i)" if "Batch" in kind.__name__ else ""
-        raise Unsupported("unsupported_type", f"{where}: no handler for {kind.__module__}.{kind.__qualname__}{advice}")
-    return handler
+    advice = "; extract each row first: extract(i)" if "Batch" in kind.__name__ else ""
+    raise Unsupported("unsupported_type", f"{where}: no handler for {kind.__module__}.{kind.__qualname__}{advice}")
 
 
 def handler_named(type_name: str, where: str = "cache") -> Handler:

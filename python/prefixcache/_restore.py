@@ -62,7 +62,7 @@ def restore(
 
     ``find`` decides from the index where layers can be made to stand: the deepest place up to so many tokens. ``own``:
     the type name of each layer, where no other form may be served. ``needs``: what the layers must be given. ``spare``:
-    rows of room behind the prefix; None: enough for the next chunk of the prompt and a step of decoding.
+    rows of room behind the prefix; None: enough for the next chunk of the prompt and a token more.
 
     A part that turns out bad shortens the result to what the rest can serve.
     """
@@ -74,7 +74,7 @@ def restore(
             trouble = trouble or "lost"
         if boundary.n == 0:
             break
-        room = min(len(chain.tokens) - boundary.n, _PREFILL_STEP) + _STEP if spare is None else spare
+        room = _room(boundary.n, len(chain.tokens)) if spare is None else spare
         reading = _Reading(store, chain, boundary, room)
         if reading.run(needs):
             return _rebuild(reading, needs, prototypes, own, trouble)
@@ -87,6 +87,16 @@ def restore(
     else:
         return Restored(0, None, trouble or "lost")
     return Restored(0, None, trouble or boundary.reason, None if trouble else boundary.diverged_at, boundary.rows_to)
+
+
+def _room(n: int, tokens: int) -> int:
+    """Rows of room behind n of a prompt of so many tokens.
+
+    Whole steps of growth, as mlx-lm's own caches have them: how a GPU's attention rounds depends on how far apart the
+    heads of its arrays lie.
+    """
+    rows = min(tokens, n + _PREFILL_STEP)
+    return (rows // _STEP + 1) * _STEP - n
 
 
 class _Reading:

@@ -100,19 +100,22 @@ def check_rows(arrays: Mapping[str, Any], where: str) -> int:
     Raises TypeError for something that is no MLX array; ValueError for another rank, more than one sequence, or arrays
     of different ranks or lengths.
     """
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, array in arrays.items():
         if not isinstance(array, mx.array):
             raise TypeError(f"{where}: {name} must be an mx.array, not {type(array).__name__}")
-        if array.ndim not in (3, 4):
-            raise ValueError(f"{where}: {name} must have rank 3 or 4, got shape {array.shape}")
-        if array.ndim == 4 and array.shape[0] != 1:
-            raise several_sequences(f"{name} holds {array.shape[0]} sequences, shape {array.shape}", where)
-    rows: dict[str, int] = {name: array.shape[-2] for name, array in arrays.items()}
-    if len(set(rows.values())) != 1:
-        raise ValueError(f"{where}: arrays of different lengths: {rows}")
-    if len({array.ndim for array in arrays.values()}) > 1:
-        raise ValueError(f"{where}: arrays of different ranks: { {n: a.shape for n, a in arrays.items()} }")
-    return next(iter(rows.values()))
+        shape = shapes[name] = array.shape
+        if len(shape) not in (3, 4):
+            raise ValueError(f"{where}: {name} must have rank 3 or 4, got shape {shape}")
+        if len(shape) == 4 and shape[0] != 1:
+            raise several_sequences(f"{name} holds {shape[0]} sequences, shape {shape}", where)
+    first = next(iter(shapes.values()))
+    for shape in shapes.values():
+        if shape[-2] != first[-2]:
+            raise ValueError(f"{where}: arrays of different lengths: { {n: s[-2] for n, s in shapes.items()} }")
+        if len(shape) != len(first):
+            raise ValueError(f"{where}: arrays of different ranks: {shapes}")
+    return first[-2]
 
 
 def several_sequences(what: str, where: str) -> ValueError:
