@@ -8,7 +8,8 @@ namespace prefixcache::gather {
 RowCopy::RowCopy(const mlx::core::array& source, int axis, std::int64_t lo, std::int64_t hi)
     : shape_(source.shape()),
       strides_(source.strides()),
-      base_(source.data<std::uint8_t>()),
+      // Where there are no bytes there may be no buffer that could be asked.
+      base_(source.nbytes() > 0 ? source.data<std::uint8_t>() : nullptr),
       item_(mlx::core::size_of(source.dtype())),
       axis_(axis == kNoSeqAxis ? 0 : axis) {
   for (auto& stride : strides_) stride *= static_cast<std::int64_t>(item_);

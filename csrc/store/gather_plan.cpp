@@ -178,6 +178,8 @@ Status GatherPlan::allocate() {
       if (arrays_[i]) continue;
       Slot& slot = slots_[i];
       arrays_[i] = make_uninitialised(slot.shape, slot.dtype);
+      // There may be no buffer that could be asked.
+      if (arrays_[i]->nbytes() == 0) continue;
       slot.data = arrays_[i]->data<std::uint8_t>();
       gather::advise_huge_pages(slot.data, arrays_[i]->nbytes());
       by_cpu_.push_back(i);

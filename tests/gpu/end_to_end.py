@@ -3,8 +3,9 @@
 Usage: end_to_end.py [--tokens N ...] [--rounds N]     runs on any device; SmolLM2-135M comes from examples/smollm2.py
 
 What is restored must equal a deep copy of the donor's caches, bit for bit, and so must the logits of the tokens that
-follow. Then come times: medians, from an idle device to the token's number on the CPU. Cold is mlx-lm alone; each
-request asks something new behind a prompt that is stored. Ends with status 1 if a bit differs.
+follow, as far as deep copies agree among themselves: not everything that a GPU computes comes out the same twice. Then
+come times: medians, from an idle device to the token's number on the CPU. Cold is mlx-lm alone; each request asks
+something new behind a prompt that is stored. Ends with status 1 if a bit differs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from prefixcache.mlx_lm import stream_generate  # noqa: E402
 BLOCK = 256
 QUESTION = 16
 STEPS, CHUNK = 6, 5
+COPIES = 3
 
 
 @dataclass
@@ -57,7 +59,8 @@ class Bench:
         self.model, self.tokenizer, self.tokens, self.rounds = model, tokenizer, list(tokens), rounds
         ends = [*range(BLOCK, len(tokens), BLOCK), len(tokens)]
         self.donor = prefill(model, self.tokens, ends)
-        self.twin = prefill(model, self.tokens, ends)
+        # Steps of which copies of the donor gave the same logits, and of which they did not.
+        self.compared = self.undecided = 0
         self._questions = itertools.count(1)
 
     def request(self) -> list[int]:
@@ -79,19 +82,21 @@ class Bench:
                     mine, other = (getattr(layer, name)[..., :n, :] for layer in (ours, theirs))
                     if not same_bits(mine, other):
                         yield f"{where}: layer {number} has other {name}"
-            yield from self._other_logits(hit.caches, self.donor, n, where)
+            yield from self._other_logits(hit.caches, n, where)
 
-    def live_differences(self) -> Iterator[str]:
-        """The same between two runs without a cache: what the device itself does not do twice alike."""
-        yield from self._other_logits(trimmed_copy(self.twin, len(self.tokens)), self.donor, len(self.tokens), "live")
-
-    def _other_logits(self, caches: list[Any], donor: list[Any], n: int, where: str) -> Iterator[str]:
+    def _other_logits(self, caches: list[Any], n: int, where: str) -> Iterator[str]:
         following = self.tokens[5 : 5 + STEPS + CHUNK]
-        ours = following_logits(self.model, caches, following, STEPS, CHUNK)
-        theirs = following_logits(self.model, trimmed_copy(donor, n), following, STEPS, CHUNK)
-        for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-            if not same_bits(mine, other):
-                yield f"{where}: logits of step {step} differ by {mx.abs(mine - other).max().item()}"
+        copies = [self._logits(trimmed_copy(self.donor, n), following) for _ in range(COPIES)]
+        for step, (mine, *others) in enumerate(zip(self._logits(caches, following), *copies, strict=True)):
+            if not all(same_bits(others[0], other) for other in others[1:]):
+                self.undecided += 1
+                continue
+            self.compared += 1
+            if not same_bits(mine, others[0]):
+                yield f"{where}: logits of step {step} differ by {mx.abs(mine - others[0]).max().item()}"
+
+    def _logits(self, caches: list[Any], following: Sequence[int]) -> list[mx.array]:
+        return following_logits(self.model, caches, following, STEPS, CHUNK)
 
     def cold(self) -> Row:
         return Row("nothing", self._median(lambda: self._first(plain_generate, self.request())))
@@ -180,11 +185,11 @@ def measure(model: Any, tokenizer: Any, length: int, rounds: int) -> int:
         with opened(Path(folder), model, 0) as cache:
             wrong += bench.differences(cache, "ssd")
             rows.append(bench.warm(cache, "ssd"))
-    live = list(bench.live_differences())
     show(length, rows)
     print(f"  restored against a deep copy of the donor: {'equal, bit for bit' if not wrong else 'DIFFERENT'}")
-    print(f"  two runs without a cache: {'equal, bit for bit' if not live else 'different'}", flush=True)
-    for line in [*wrong, *live][:12]:
+    steps = f"{bench.compared} steps, {bench.undecided} more in which copies of the donor differ among themselves"
+    print(f"  logits compared in {steps}", flush=True)
+    for line in wrong[:12]:
         print(f"    {line}")
     return len(wrong)
 

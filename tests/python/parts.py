@@ -84,9 +84,11 @@ def _rows(slot: Slot, axis: int, offset: int, n: int, room: int, name: str) -> m
     held = sum(len(indices) for _, indices in pieces)
     if slot.reach.kind == "window":
         room = min(room, slot.reach.window - held)
-    shape = list(slot.data.shape)
-    shape[axis] = room
-    return mx.contiguous(mx.concatenate([*joined, mx.zeros(shape, slot.data.dtype)], axis=axis))
+    if room > 0:
+        shape = list(slot.data.shape)
+        shape[axis] = room
+        joined.append(mx.zeros(shape, slot.data.dtype))
+    return mx.contiguous(mx.concatenate(joined, axis=axis))
 
 
 def _find(slot: Slot, axis: int, offset: int, position: int, name: str) -> tuple[mx.array, int]:
