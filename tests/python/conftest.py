@@ -39,6 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
 
 
+def long(*values: Any) -> Any:
+    """A point of a grid that the short form leaves out."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 def child_environment(*folders: Path) -> dict[str, str]:
     """For a Python program that is to find the prefixcache under test, and what lies in `folders`."""
     import prefixcache

@@ -42,6 +42,36 @@ INTERVAL = 2 * BLOCK
 WHOLE = (PROMPT - 1) // BLOCK * BLOCK
 LATEST = (0, 32, 2)
 
+# One module for each kinds of caches that come together, and a few more that are special in another way: these have
+# every test in the short form, the others two.
+REPRESENTATIVES = {
+    "llama": "KVCache",
+    "afm7": "KVCache",  # fewer caches than layers
+    "deepseek_v3": "KVCache",  # latent rows
+    "nemotron-nas": "KVCache",  # layers without rows
+    "gpt_oss": "KVCache, RotatingKVCache",
+    "gemma3n": "KVCache, RotatingKVCache",  # layers that share rows
+    "qwen3_next": "ArraysCache, KVCache",
+    "jamba": "ArraysCache, KVCache",
+    "mamba": "ArraysCache",
+    "rwkv7": "ArraysCache",
+    "gear": "ArraysCache, KVCache, RotatingKVCache",
+    "recurrent_gemma": "ArraysCache, RotatingKVCache",
+    "deepseek_v41": "LayerCache",
+    "llama4": "ChunkedKVCache, KVCache",
+    "deepseek_v32": "[KVCache, KVCache]",
+    "falcon_h1": "[ArraysCache, KVCache]",
+    "baichuan_m1": "[ArraysCache, KVCache], [ArraysCache, RotatingKVCache]",
+    "longcat_flash_ngram": "ArraysCache, [KVCache, KVCache]",
+    "minimax_m3_vl": "[KVCache, KVCache], [KVCache]",
+}
+OTHERS_AT_LENGTH = pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=[] if name in REPRESENTATIVES else pytest.mark.long) for name in NAMES],
+    indirect=True,
+    scope="module",
+)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def no_compiler() -> Iterator[None]:
@@ -118,6 +148,12 @@ def test_every_module_is_tested() -> None:
         warnings.warn(f"{name} is left out: {reason}", stacklevel=1)
 
 
+def test_its_kinds_of_caches_are_represented(architecture: Architecture) -> None:
+    kinds = looks.kinds(architecture.make_caches())
+    assert kinds in REPRESENTATIVES.values()
+    assert kinds == REPRESENTATIVES.get(architecture.name, kinds)
+
+
 def test_a_store_disturbs_nothing(architecture: Architecture, recorded: Recorded) -> None:
     assert recorded.turn.hit.cached_tokens == 0
     assert recorded.turn.disturbed == []
@@ -137,6 +173,7 @@ def test_the_same_request_again(architecture: Architecture, recorded: Recorded) 
     architecture.check_copy(third.caches, n, TOKENS, (1, 1))
 
 
+@OTHERS_AT_LENGTH
 def test_prompts_that_end_at_a_block(architecture: Architecture, recorded: Recorded) -> None:
     for length, state, sizes in ((64, 32, (1, 1)), (65, 64, (6, 1))):
         hit = recorded.cache.fetch(TOKENS[:length])
@@ -144,6 +181,7 @@ def test_prompts_that_end_at_a_block(architecture: Architecture, recorded: Recor
         architecture.check_copy(hit.caches, n, TOKENS, sizes)
 
 
+@OTHERS_AT_LENGTH
 def test_prompts_that_diverge(architecture: Architecture, recorded: Recorded) -> None:
     for leaves, sizes in ((48, (5, 1)), (53, (1, 1)), (53, (5, 1))):
         tokens = forked(leaves, PROMPT)
@@ -176,6 +214,7 @@ def test_a_point_of_divergence_is_kept(architecture: Architecture, recorded: Rec
         assert same(*pair), f"{architecture.name}: third prompt: {difference(*pair)}"
 
 
+@OTHERS_AT_LENGTH
 def test_one_store_at_the_end(architecture: Architecture, tmp_path: Path) -> None:
     """Nothing was recorded. Where rows or states are no longer there, less is reused, and still the right thing."""
     caches = architecture.copy_at(TURN)
@@ -192,6 +231,7 @@ def test_one_store_at_the_end(architecture: Architecture, tmp_path: Path) -> Non
             architecture.check_copy(hit.caches, hit.cached_tokens, tokens, (3, 1))
 
 
+@OTHERS_AT_LENGTH
 def test_one_store_with_snapshots(architecture: Architecture, tmp_path: Path) -> None:
     """A caller that cannot record hands copies over that it made at the ends of blocks."""
     snapshots = {n: architecture.copy_at(n) for n in range(BLOCK, TURN, BLOCK)}

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import demo
 import pytest
@@ -27,27 +27,47 @@ def ignore(_: int) -> None:
     pass
 
 
-def test_the_demo_reuses_what_it_says_and_checks_it(smollm2_folder: Path, tmp_path: Path) -> None:
-    arguments = ["--json", "--rooms", "2", "--turns", "2", "--max-tokens", "4", "--cache-dir", str(tmp_path)]
-    done = run("demo.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert "4 of 4 answers equal" in done.stderr
-    turns = json.loads(done.stdout)["turns"]
-    assert [turn["same"] for turn in turns] == [True] * 4
-    assert [turn["number"] for turn in turns] == [1, 2, 1, 2]
-    first, second, *restarted = turns
+class Kept(NamedTuple):
+    """A run of the demo that left its directory behind."""
+
+    directory: Path
+    done: subprocess.CompletedProcess[str]
+
+    @property
+    def turns(self) -> list[dict[str, Any]]:
+        assert self.done.returncode == 0, self.done.stderr
+        turns: list[dict[str, Any]] = json.loads(self.done.stdout)["turns"]
+        return turns
+
+
+def run_demo(directory: Path, turns: int) -> Kept:
+    sizes = ["--rooms", "2", "--turns", str(turns), "--max-tokens", "4"]
+    return Kept(directory, run("demo.py", "--json", *sizes, "--cache-dir", str(directory)))
+
+
+@pytest.fixture(scope="module")
+def kept(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    return run_demo(tmp_path_factory.mktemp("demo"), 2)
+
+
+def test_the_demo_reuses_what_it_says_and_checks_it(kept: Kept) -> None:
+    assert [turn["same"] for turn in kept.turns] == [True] * 4
+    assert "4 of 4 answers equal" in kept.done.stderr
+    assert [turn["number"] for turn in kept.turns] == [1, 2, 1, 2]
+    first, second, *restarted = kept.turns
     assert first["reused"] == 0
     assert second["tiers"]["ram"] == second["reused"] >= first["prompt_tokens"]
     for turn in restarted:
         assert turn["reused"] == turn["prompt_tokens"] - 1 == turn["tiers"]["ssd"]
         assert turn["restored_bytes"] > 0
         assert turn["first_token_with"] > 0
-    # The directory was kept: now even the first turn is answered from the SSD, and is still checked.
-    arguments[arguments.index("--turns") + 1] = "1"
-    done = run("demo.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    turns = json.loads(done.stdout)["turns"]
-    assert [turn["reused"] for turn in turns] == [first["prompt_tokens"] - 1] * 2
+
+
+@pytest.mark.long
+def test_the_demo_again_in_the_same_directory(kept: Kept) -> None:
+    """Now even the first turn is answered from the SSD, and is still checked."""
+    turns = run_demo(kept.directory, 1).turns
+    assert [turn["reused"] for turn in turns] == [kept.turns[0]["prompt_tokens"] - 1] * 2
 
 
 def test_the_demo_notices_restored_rows_that_are_wrong(

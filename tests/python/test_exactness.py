@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import pytest
-from conftest import EXAMPLES, child_environment
+from conftest import EXAMPLES, child_environment, long
 from runs import assert_same_logits, following_logits, prefill, same_bits, trimmed_copy
 
 from prefixcache import Hit, PrefixCache
@@ -245,7 +245,8 @@ def after_restart(directory: Path, order: dict[str, Any]) -> list[list[Any]]:
     return answers
 
 
-@pytest.mark.parametrize("ram", [0, "1GB"])
+# The short form has a real model without RAM.
+@pytest.mark.parametrize("ram", [long(0), "1GB"])
 def test_hits_after_a_restart(tiny_llama: Callable[..., Any], tmp_path: Path, ram: int | str) -> None:
     model, size = tiny_llama("float16"), 16
     tokens = text(3 * size + 15)
@@ -315,20 +316,31 @@ def real(smollm2: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rea
         yield run
 
 
-def test_a_real_model_continues_bit_for_bit(real: RealRun) -> None:
+REQUESTS = [
+    "k blocks",
+    long("k blocks and 1"),
+    "k blocks and all but 1",
+    long("leaves on a boundary"),
+    "leaves inside a block",
+    long("leaves inside the tail"),
+]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_real_model_continues_bit_for_bit(real: RealRun, name: str) -> None:
     """From RAM and from the SSD, for full and for partial hits."""
     following = real.tokens[5 : 5 + 3 + CHUNK]
+    stored, prompt, n = real.requests()[name]
+    theirs = following_logits(real.model, trimmed_copy(real.donor, n), following, 3, CHUNK)
+    uncached = following_logits(real.model, trimmed_copy(real.fresh, n), following, 3, CHUNK)
+    assert_same_logits(uncached, theirs, "two live runs")
     with opened(real.directory, real.model, real.size, "ssd") as without_ram:
-        for name, (stored, prompt, n) in real.requests().items():
-            theirs = following_logits(real.model, trimmed_copy(real.donor, n), following, 3, CHUNK)
-            uncached = following_logits(real.model, trimmed_copy(real.fresh, n), following, 3, CHUNK)
-            assert_same_logits(uncached, theirs, f"{name}: two live runs")
-            for tier, source in (("ram", real.cache), ("ssd", without_ram)):
-                hit = source.fetch(prompt, salt=stored)
-                assert hit.cached_tokens == n, name
-                assert len(hit.remaining) >= 1
-                assert_tier(hit, tier)
-                assert_same_logits(following_logits(real.model, hit.caches, following, 3, CHUNK), theirs, name)
+        for tier, source in (("ram", real.cache), ("ssd", without_ram)):
+            hit = source.fetch(prompt, salt=stored)
+            assert hit.cached_tokens == n
+            assert len(hit.remaining) >= 1
+            assert_tier(hit, tier)
+            assert_same_logits(following_logits(real.model, hit.caches, following, 3, CHUNK), theirs, tier)
 
 
 def test_a_real_model_in_a_new_process(real: RealRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -24,15 +25,36 @@ from prefixcache._registry import common_offset, describe_layers, handler_for, r
 from prefixcache.errors import Unsupported
 
 # Windows of 16 and 300, groups of 4 and 128, chunks of 32 and buffers that grow by 256: below, at and above.
-LENGTHS = [1, 15, 16, 17, 130, 256]
+LENGTHS = {str(n): n for n in (1, 15, 16, 17, 130, 256)}
+STEPS = {"single": (1,) * 9, "sevens": (7,) * 3, "long": (270, 1)}
 
 QSA = "mlx_vlm.QSAKVCache"
 
+# Rows that are encoded take far longer than others, and have no windows: in the short form they have the ends of each
+# grid, and those that are made like two others have nothing else.
+ENCODED = {name for name, case in CASES.items() if "Quant" in case.type_name and case.type_name[:8] == "mlx_vlm."}
+LIKE_OTHERS = {"turbo-3.5", "turbo-split-prod", "hybrid-split"}
 
-@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+
+def grid(name: str, values: dict[str, Any], ends: set[str]) -> Any:
+    """Every case with every value; of encoded rows only ``ends`` in the short form."""
+    points = [
+        pytest.param(
+            case, value, id=f"{key}-{at}", marks=[pytest.mark.long] if key in ENCODED and at not in ends else []
+        )
+        for key, case in CASES.items()
+        for at, value in values.items()
+    ]
+    return pytest.mark.parametrize(("case", name), points)
+
+
+def most(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.long] if name in LIKE_OTHERS else []) for name in names]
+
+
+@pytest.fixture(params=most(CASES))
 def case(request: pytest.FixtureRequest) -> Case:
-    result: Case = request.param
-    return result
+    return CASES[request.param]
 
 
 def rebuild(case: Case, donor: Any, n: int, spare: int = 0) -> Any:
@@ -49,7 +71,7 @@ def check_same_play(case: Case, cache: Any, reference: Any, n: int, steps: tuple
     assert seen >= 2
 
 
-@pytest.mark.parametrize("n", LENGTHS)
+@grid("n", LENGTHS, ends={"1", "256"})
 def test_rebuilt_behaves_like_the_donor(case: Case, n: int) -> None:
     n = max(n, case.shortest)
     donor = case.donor(n)
@@ -64,7 +86,7 @@ def test_rebuilt_behaves_like_the_donor(case: Case, n: int) -> None:
     check_same_play(case, rebuilt, reference, n)
 
 
-@pytest.mark.parametrize("steps", [(1,) * 9, (7,) * 3, (270, 1)], ids=["single", "sevens", "long"])
+@grid("steps", STEPS, ends={"long"})
 def test_in_other_steps(case: Case, steps: tuple[int, ...]) -> None:
     donor = case.donor(20, step=max(1, case.shortest))
     reference = copy.deepcopy(donor)
@@ -76,7 +98,7 @@ def reaches(case: Case) -> frozenset[Reach]:
     return handler_for(case.fresh()).reaches(case.fresh(), "cache")
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if BOUNDARY not in reaches(case)])
+@pytest.mark.parametrize("name", most(name for name, case in CASES.items() if BOUNDARY not in reaches(case)))
 def test_rows_before_the_end_of_the_donor(name: str) -> None:
     """Rows depend on their token and position alone, so a donor that stops at n tells what stands there."""
     case, n = CASES[name], 371

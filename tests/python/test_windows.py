@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from conftest import long
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache
@@ -16,11 +17,15 @@ from prefixcache import PrefixCache
 
 ROWS_ONLY = sorted(MODELS.keys() - STATES)
 PROMPT = [3 * i % 97 for i in range(75)]  # nine blocks of 8 and 3 tokens
+# Each start and each step once in the short form.
+DIAGONAL = ((60, 2), (64, 5), (71, 3))
+STARTS_AND_STEPS = [pair if pair in DIAGONAL else long(*pair) for pair in itertools.product((60, 64, 71), (2, 3, 5))]
+LEAVES = [(7, 8, 9, 40, 80), long((1, 7, 8, 9, 12, 13, 40, 71, 80))]
 
 
 @pytest.mark.parametrize("model", ROWS_ONLY)
 class TestAnyToken:
-    @pytest.mark.parametrize("most", [None, 20, 64])
+    @pytest.mark.parametrize("most", [None, long(20), 64])
     def test_after_a_recorded_prefill(self, tmp_path: Path, model: str, most: int | None) -> None:
         with open_for(model, tmp_path / "cache") as cache:
             serve(cache, PROMPT, most=most)
@@ -42,34 +47,36 @@ class TestAnyToken:
                 assert hit.cached_tokens == n
                 check(hit.caches, whole[:n])
 
-    @pytest.mark.parametrize("step", [2, 3, 5])
-    def test_decoded_tokens_told_several_at_a_time(self, tmp_path: Path, model: str, step: int) -> None:
+    @pytest.mark.parametrize(("start", "step"), STARTS_AND_STEPS)
+    def test_decoded_tokens_told_several_at_a_time(self, tmp_path: Path, model: str, start: int, step: int) -> None:
         """As often as is asked for: every min(block, smallest window) tokens."""
-        for start in (60, 64, 71):
-            with open_for(model, tmp_path / str(start)) as cache:
-                hit = cache.fetch(PROMPT[:start])
-                recorder, n = cache.record(PROMPT[:start], hit), 0
-                while n < start:
-                    cut = min(recorder.next_cut(n), start)
-                    feed(hit.caches, PROMPT[n:cut], n)
-                    recorder.advance(n := cut)
-                whole = [*PROMPT[:start], *range(200, 240)]
-                while n < len(whole):
-                    new = whole[n : n + step]
-                    for position, token in enumerate(new, n):
-                        feed(hit.caches, [token], position)
-                    n += len(new)
-                    recorder.advance(n, tokens=new)
-                recorder.finish()
-                for n in range(1, len(whole) + 1):
-                    found = cache.fetch([*whole[:n], 5])
-                    assert found.cached_tokens == n
-                    check(found.caches, whole[:n])
+        with open_for(model, tmp_path / "cache") as cache:
+            hit = cache.fetch(PROMPT[:start])
+            recorder, n = cache.record(PROMPT[:start], hit), 0
+            while n < start:
+                cut = min(recorder.next_cut(n), start)
+                feed(hit.caches, PROMPT[n:cut], n)
+                recorder.advance(n := cut)
+            whole = [*PROMPT[:start], *range(200, 240)]
+            while n < len(whole):
+                new = whole[n : n + step]
+                for position, token in enumerate(new, n):
+                    feed(hit.caches, [token], position)
+                n += len(new)
+                recorder.advance(n, tokens=new)
+            recorder.finish()
+            for n in range(1, len(whole) + 1):
+                found = cache.fetch([*whole[:n], 5])
+                assert found.cached_tokens == n
+                check(found.caches, whole[:n])
 
-    def test_a_second_turn_that_leaves_the_first_inside_a_block(self, tmp_path: Path, model: str) -> None:
+    @pytest.mark.parametrize("leaves", LEAVES, ids=len)
+    def test_a_second_turn_that_leaves_the_first_inside_a_block(
+        self, tmp_path: Path, model: str, leaves: tuple[int, ...]
+    ) -> None:
         with open_for(model, tmp_path / "cache") as cache:
             serve(cache, PROMPT, range(200, 230))
-            for n in (1, 7, 8, 9, 12, 13, 40, 71, 80):
+            for n in leaves:
                 turn = [*PROMPT, *range(200, 230)][:n] + [99] * 30
                 hit = serve(cache, turn, [98] * 20)
                 assert hit.cached_tokens == n
@@ -207,7 +214,7 @@ def test_whatever_was_served_before(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("model", sorted(MODELS))
-@pytest.mark.parametrize("pages", [12, 17, 28, 36])
+@pytest.mark.parametrize("pages", [12, long(17), long(28), 36])
 def test_hits_never_shrink_where_memory_is_too_small(model: str, pages: int) -> None:
     """What a conversation needs to be taken up stays where its next blocks find no room: hits stop growing, no more."""
     turn, hits = PROMPT[:20], []

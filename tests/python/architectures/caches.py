@@ -23,6 +23,17 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
             yield cache
 
 
+def kinds(caches: Sequence[Any]) -> str:
+    """The classes that a model has, each once, those in a list in brackets."""
+    return ", ".join(sorted({_kind(cache) for cache in caches}))
+
+
+def _kind(cache: Any) -> str:
+    if type(cache).__name__ == "CacheList":
+        return f"[{', '.join(_kind(inner) for inner in cache.caches)}]"
+    return type(cache).__name__
+
+
 def has_state(caches: Sequence[Any]) -> bool:
     return any(type(leaf).__name__ in STATE_CLASSES for leaf in leaves(caches))
 
