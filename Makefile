@@ -45,7 +45,7 @@ test-other: $(OTHER_BUILD)/.installed  ## what make test runs with the other lin
 
 test-long: test sanitize test-other-long  ## the same at full size for both lines, with sanitizers and fuzzing
 	$(RUN) PREFIXCACHE_TEST_FULL=1 ctest --test-dir $(BUILD) --output-on-failure -R 'StoreFaults|StoreStress|OneStore'
-	$(RUN) $(PYTEST) -m long
+	$(RUN) $(PYTEST) -m "long or hypothesis"
 	$(MAKE) fuzz SECONDS_EACH=60
 
 test-other-long: $(OTHER_BUILD)/.tests

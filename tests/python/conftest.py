@@ -39,6 +39,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Where long tests are left out, half of all random examples are."""
+    if config.option.markexpr == "not long":
+        from hypothesis import settings
+
+        settings.register_profile("short", max_examples=settings.default.max_examples // 2)
+        settings.load_profile("short")
+
+
+def examples(number: int) -> int:
+    """As many random examples of each hundred as this run has."""
+    from hypothesis import settings
+
+    return number * settings.default.max_examples // 100
+
+
 def long(*values: Any) -> Any:
     """A point of a grid that the short form leaves out."""
     return pytest.param(*values, marks=pytest.mark.long)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,15 +134,22 @@ class Shadow:
         return request.cached_tokens
 
 
-# The others run too, where there is more time.
-LONG = {"lists of rows", "lists of a state and rows", "lists of a state and a window", "windows as long as a block"}
+# Of each kind of layer one model; the rest are long tests.
+MOST = ("rows", "states alone", "states and rows", "windows of half a block")
 
 
-def most_families() -> Any:
-    """Of each kind of layer one model; the rest are long tests."""
-    marks = {name: [pytest.mark.long] if name in LONG else [] for name in sorted(FAMILIES)}
-    values = [pytest.param(FAMILIES[name], marks=marks[name], id=name) for name in marks]
+def most_families(short: Collection[str] = MOST) -> Any:
+    """Every family, those in ``short`` also in the short form."""
+    values = [
+        pytest.param(FAMILIES[name], marks=[] if name in short else pytest.mark.long, id=name)
+        for name in sorted(FAMILIES)
+    ]
     return pytest.mark.parametrize("family", values)
+
+
+def two_families() -> Any:
+    """For what depends little on the layers: without states and with them."""
+    return most_families(("rows", "states and rows"))
 
 
 def opened(family: Family, directory: Path | None, **options: Any) -> tuple[Scheduler, Shadow, int]:

@@ -14,6 +14,7 @@ import key_encoding as reference
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -208,7 +209,7 @@ def test_extend_equals_hashing_at_once(
     st.sampled_from([[], [(1, b"t")]]),
     st.integers(1, 4),
 )
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 def test_a_previous_chain_never_changes_a_key(
     before: list[int],
     tokens: list[int],

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import part_files
@@ -57,7 +58,7 @@ def same(left: mx.array, right: mx.array) -> bool:
 
 
 class TestRoundTrip:
-    @settings(deadline=None, max_examples=80)
+    @settings(deadline=None, max_examples=examples(80))
     @given(data=st.data())
     def test_any_rows_of_any_array(self, data: st.DataObject) -> None:
         """Blocks of any size, any dtype, rank and axis; any row range of them; from RAM as from nothing but bytes."""

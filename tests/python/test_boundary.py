@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
@@ -52,7 +53,7 @@ def boundary(store: BlockStore, tokens: Sequence[int], limit: int | None = None,
 
 
 class TestDeepest:
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None, max_examples=examples(60))
     @given(data=st.data())
     def test_is_the_longest_common_prefix(self, data: st.DataObject) -> None:
         block_size = data.draw(st.integers(1, 9))

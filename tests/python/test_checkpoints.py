@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache
@@ -295,7 +296,7 @@ def test_walks_back_to_the_deepest_real_state(tmp_path: Path) -> None:
             check(hit.caches, tokens[:expected])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(data=st.data())
 def test_whatever_was_served_before(data: st.DataObject) -> None:
     """Never a wrong state; and what was just served is served again from one token before its end."""

@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import llama, rope_utils
@@ -247,7 +248,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(_VALUES, _VALUES)
 def test_digest_is_equal_exactly_for_equal_values(left: Any, right: Any) -> None:
     def canonical(value: Any) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import long
 from part_reader import header_text, write_sealed
 from sessions import MODELS, check, feed, open_for, serve
 from support import part_files
@@ -142,8 +143,15 @@ FORGERIES = {
 }
 
 
-@pytest.mark.parametrize("model", sorted(MODELS))
-@pytest.mark.parametrize("name", sorted(FORGERIES))
+# Every forgery on the model that has most, and on every third of the others in turn; the rest where there is more time.
+GRID = [
+    (name, model) if model == "everything" or (row + column) % 3 == 0 else long(name, model)
+    for row, name in enumerate(sorted(FORGERIES))
+    for column, model in enumerate(sorted(MODELS))
+]
+
+
+@pytest.mark.parametrize(("name", "model"), GRID)
 def test_a_forged_part_is_no_exception(tmp_path: Path, name: str, model: str) -> None:
     with open_for(model, tmp_path) as cache:
         serve(cache, PROMPT)

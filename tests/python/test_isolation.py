@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from conftest import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import ShadowStore, all_arrays, check_hit, coded_rows, filled, make_caches, open_cache
@@ -38,7 +39,7 @@ def seen(tokens: list[int], images: list[Image]) -> list[Any]:
     return [(token, frozenset(image for image in images if image[0] <= at)) for at, token in enumerate(tokens)]
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 @given(history=st.lists(requests(), min_size=2, max_size=12), block_size=st.sampled_from([1, 2, 3, 4, 5, 8]))
 def test_only_what_has_seen_the_same_is_shared(history: list[Any], block_size: int) -> None:
     shadows: dict[Any, ShadowStore] = defaultdict(ShadowStore)

@@ -6,6 +6,7 @@ import json
 
 import mlx.core as mx
 import pytest
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,7 +80,7 @@ def test_structure_text_is_fixed() -> None:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(_LAYERS, max_size=3))
 def test_structure_round_trip(states: list[LayerState]) -> None:
     text = encode_structure(states)
@@ -192,7 +193,7 @@ def test_reach_values_compare() -> None:
     assert ALL != BOUNDARY
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_decode_answers_any_damage_with_value_error(data: st.DataObject) -> None:
     text = encode_structure(_nested(3, 8))

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from architectures import harness
+from conftest import long
 from mlx_lm import stream_generate as plain_stream_generate
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
@@ -88,7 +89,7 @@ def test_the_drafts_of_these_tests_are_accepted_and_rejected(
         assert {"", "1", "11"} & set(rounds), rounds
 
 
-@pytest.mark.parametrize("proposals", [1, 2, 4])
+@pytest.mark.parametrize("proposals", [1, long(2), 4])
 @pytest.mark.parametrize("length", [1, 40])
 def test_cold_then_warm_equals_mlx_lm(pair: Pair, proposals: int, length: int) -> None:
     prompt = text(length)
@@ -116,7 +117,7 @@ def test_a_prefix_of_the_model_alone_serves_it(pair: Pair) -> None:
     assert pair.beside.stats()["cached_tokens"] == 39
 
 
-@pytest.mark.parametrize("taken", range(1, 9))
+@pytest.mark.parametrize("taken", [1, 2, 3, 4, 5, *map(long, (6, 7)), 8])
 def test_what_is_stored_is_what_both_stand_at(pair: Pair, taken: int) -> None:
     """After a request that its reader ends, in the middle of a round or at its end."""
     prompt = text(27)
@@ -137,7 +138,7 @@ def test_what_is_stored_is_what_both_stand_at(pair: Pair, taken: int) -> None:
     assert pair.hits[1].cached_tokens == reached[0]
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 50])
+@pytest.mark.parametrize("tokens", [1, long(2), 3, long(8), 50])
 def test_the_second_turn_of_a_conversation(pair: Pair, tokens: int) -> None:
     prompt, both = text(27), Both(pair)
     theirs = list(pair.plain(prompt, [16, 26], both, num_draft_tokens=2, max_tokens=tokens))

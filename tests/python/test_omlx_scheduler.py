@@ -14,7 +14,17 @@ import mlx.core as mx
 import pytest
 from architectures import harness
 from conftest import make_tiny_llama
-from omlx_families import FAMILIES, Family, Shadow, architecture, assert_at_rest, most_families, opened, text
+from omlx_families import (
+    FAMILIES,
+    Family,
+    Shadow,
+    architecture,
+    assert_at_rest,
+    most_families,
+    opened,
+    text,
+    two_families,
+)
 from omlx_scheduler import TEXT, Salts, Scheduler
 from runs import assert_same_logits
 
@@ -48,6 +58,7 @@ class TestConversations:
             assert shadow.serve(engine, text(4 * size, seed=11)) == 0
             assert_at_rest(engine)
 
+    @most_families()
     def test_a_prompt_that_is_stored_whole(self, family: Family, tmp_path: Path) -> None:
         """One token must be run at least. What only stands where it was captured is computed anew."""
         engine, shadow, size = opened(family, tmp_path)
@@ -64,6 +75,7 @@ class TestConversations:
             assert shadow.serve(engine, prompt) == 6 * size
             assert_at_rest(engine)
 
+    @most_families()
     @pytest.mark.parametrize("answered", [3, pytest.param(40, marks=pytest.mark.long)])
     def test_a_prompt_of_whole_blocks(self, family: Family, tmp_path: Path, answered: int) -> None:
         """Between prefill and decoding no snapshot is taken: a state is not known there, rows are."""
@@ -75,6 +87,7 @@ class TestConversations:
             assert found == (4 * size if family.sliceable else 3 * size)
             assert_at_rest(engine)
 
+    @most_families()
     def test_a_first_prompt_of_one_block(self, family: Family, tmp_path: Path) -> None:
         """No snapshot at all: the state that the request ends with is not that of the block's end."""
         engine, shadow, size = opened(family, tmp_path)
@@ -85,6 +98,7 @@ class TestConversations:
             assert found == (size if family.sliceable else 0)
             assert_at_rest(engine)
 
+    @most_families()
     def test_a_stop_token_that_was_not_fed(self, family: Family, tmp_path: Path) -> None:
         """The last block lacks its last row: it is no whole block."""
         engine, shadow, size = opened(family, tmp_path)
@@ -94,6 +108,7 @@ class TestConversations:
             assert shadow.serve(engine, [*prompt, *answer, *text(5, seed=4)]) == 3 * size
             assert_at_rest(engine)
 
+    @most_families()
     def test_thinking_models_keep_the_prompt(self, family: Family, tmp_path: Path) -> None:
         engine, shadow, size = opened(family, tmp_path)
         with engine:
@@ -102,7 +117,7 @@ class TestConversations:
             assert shadow.serve(engine, [*prompt, *answer, 1, 2]) == 3 * size
             assert_at_rest(engine)
 
-    @most_families()
+    @two_families()
     def test_short_prompts(self, family: Family, tmp_path: Path) -> None:
         engine, shadow, size = opened(family, tmp_path)
         with engine:
@@ -112,6 +127,7 @@ class TestConversations:
             assert shadow.serve(engine, text(size + 2)) == size
             assert_at_rest(engine)
 
+    @most_families()
     def test_larger_chunks(self, family: Family, tmp_path: Path) -> None:
         """Chunks of several blocks, for models that need no snapshots."""
         engine, shadow, size = opened(family, tmp_path, step=2 * 16 + 8)
@@ -126,7 +142,7 @@ class TestConversations:
 class TestEnds:
     """Requests that end otherwise than they should leave nothing behind, and harm no other."""
 
-    @most_families()
+    @two_families()
     def test_aborted_anywhere(self, family: Family, tmp_path: Path) -> None:
         engine, shadow, size = opened(family, tmp_path)
         with engine:
@@ -145,6 +161,7 @@ class TestEnds:
                 assert_at_rest(engine)
             assert shadow.serve(engine, longer) == 4 * size
 
+    @two_families()
     def test_rejected_after_the_fetch(self, family: Family, tmp_path: Path) -> None:
         engine, shadow, size = opened(family, tmp_path)
         with engine:
@@ -157,6 +174,7 @@ class TestEnds:
                 assert_at_rest(engine)
             assert shadow.serve(engine, [*prompt, 2, 3]) == 4 * size
 
+    @most_families()
     def test_recovery_forgets_memory_and_keeps_files(self, family: Family, tmp_path: Path) -> None:
         engine, shadow, size = opened(family, tmp_path)
         with engine:
@@ -170,7 +188,7 @@ class TestEnds:
             assert shadow.serve(engine, [*prompt, 2, 3]) == 4 * size
             assert_at_rest(engine)
 
-    @most_families()
+    @two_families()
     def test_many_requests_in_flight(self, family: Family, tmp_path: Path) -> None:
         """Several requests on the same prefix, stored while others run, ended in another order than they began."""
         engine, shadow, size = opened(family, tmp_path)
@@ -194,7 +212,7 @@ class TestEnds:
             assert shadow.serve(engine, prompt) == 3 * size
 
 
-@most_families()
+@two_families()
 def test_pool_of_few_blocks(family: Family, tmp_path: Path) -> None:
     """A pool that is full of retained blocks has room: new prompts are stored, and nothing wrong is ever found."""
     engine, shadow, size = opened(family, tmp_path, max_blocks=9, initial_blocks=4)

@@ -18,8 +18,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from conftest import EXAMPLES, child_environment, make_tiny_llama
-from omlx_families import BLOCK, FAMILIES, Family, Shadow, assert_at_rest, most_families, opened, text
+from conftest import EXAMPLES, child_environment, long, make_tiny_llama
+from omlx_families import (
+    BLOCK,
+    FAMILIES,
+    Family,
+    Shadow,
+    assert_at_rest,
+    most_families,
+    opened,
+    text,
+    two_families,
+)
 from omlx_scheduler import Scheduler
 
 from prefixcache.paged_ssd_cache import SharedHotCacheBudget
@@ -102,7 +112,7 @@ class TestMemory:
     }
 
     @most_families()
-    @pytest.mark.parametrize("mode", ["back", "little", "ram only", pytest.param("through", marks=pytest.mark.long)])
+    @pytest.mark.parametrize("mode", ["back", "little", "ram only", long("through")])
     def test_modes(self, family: Family, tmp_path: Path, mode: str) -> None:
         engine, shadow, size = opened(family, None if mode == "ram only" else tmp_path, **self.MODES[mode])
         with engine:
@@ -125,7 +135,7 @@ class TestMemory:
         with engine:
             assert shadow.serve(engine, [*prompt, 2]) == 5 * size
 
-    @most_families()
+    @two_families()
     def test_pressure_while_requests_run(self, family: Family, tmp_path: Path) -> None:
         """A third thread shrinks and clears the hot tier and reads statistics all the time."""
         engine, shadow, size = opened(family, tmp_path, hot_cache_max_bytes=4 << 20)
@@ -247,8 +257,8 @@ class Visitors:
         self.engine.close()
 
 
-@most_families()
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
+@most_families(("states and rows", "windows of half a block"))
+@pytest.mark.parametrize("seed", [0, *map(long, range(1, 6))])
 def test_any_order(family: Family, tmp_path: Path, seed: int) -> None:
     visitors = Visitors(family, tmp_path, seed)
     for _ in range(300 if seed else 60):
@@ -295,8 +305,9 @@ def child(directory: Path, family: str, requests: list[Any], wait: bool = False,
     return process
 
 
-RESTARTED = ["rows", "states and rows", "windows of half a block", pytest.param("states alone", marks=pytest.mark.long)]
-KILLED = [pytest.param(0), pytest.param(64 << 20, marks=pytest.mark.long)]
+# States and rows are among the killed.
+RESTARTED = ["rows", long("states and rows"), "windows of half a block", long("states alone")]
+KILLED = [0, long(64 << 20)]
 
 
 class TestProcesses:
@@ -313,7 +324,7 @@ class TestProcesses:
         assert process.wait() == 0
         assert answered == [[4 * size, digest(here.logits)]]
 
-    @pytest.mark.parametrize("name", [pytest.param("rows", marks=pytest.mark.long), "states and rows"])
+    @pytest.mark.parametrize("name", [long("rows"), "states and rows"])
     @pytest.mark.parametrize("hot", KILLED)
     def test_killed(self, tmp_path: Path, name: str, hot: int) -> None:
         """After the answer, at once: whole blocks or none, from the first on, and nothing wrong among them."""

@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict, deque
 
 import pytest
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -171,7 +172,7 @@ def test_a_list_takes_over_blocks_of_a_list_that_is_gone() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["pop", "pop_n", "remove", "append", "append_n"]), st.integers(0, 7))))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_the_list_behaves_as_a_plain_one(steps: list[tuple[str, int]]) -> None:
     blocks = make_blocks(8)
     queue, model = FreeKVCacheBlockQueue(blocks[:5]), deque(range(5))
@@ -241,7 +242,7 @@ def test_forgetting_all() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from([b"x", b"y"]), st.integers(0, 3))))
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_the_map_behaves_as_a_plain_one(steps: list[tuple[bool, bytes, int]]) -> None:
     blocks, known = make_blocks(4), BlockHashToBlockMap()
     model: dict[bytes, OrderedDict[int, CacheBlock]] = {b"x": OrderedDict(), b"y": OrderedDict()}

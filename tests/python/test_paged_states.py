@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from typing import Any
 
+from conftest import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -310,4 +311,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestLife.settings = settings(deadline=None, max_examples=examples(60), stateful_step_count=40)

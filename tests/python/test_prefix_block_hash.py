@@ -13,7 +13,7 @@ import key_encoding as reference
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import child_environment
+from conftest import child_environment, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -201,7 +201,7 @@ SALT = st.sampled_from([None, (), ("a",), ("b",), ("a", "b"), (("a",), 1.5)])
     st.none() | st.integers(-3, 45),
     st.none() | st.lists(st.tuples(st.integers(0, 45), SALT), max_size=5).map(lambda r: sorted(r, key=lambda p: p[0])),
 )
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_a_prompts_hashes_are_those_of_its_blocks_one_by_one(
     tokens: list[int], block_size: int, model: str, salt: Any, start: int | None, ranges: Any
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from conftest import examples, long
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import (
@@ -31,7 +32,7 @@ from support import (
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 LARGEST_TOKEN = 2**32 - 1
 
-bounded = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+bounded = settings(deadline=None, max_examples=examples(25), suppress_health_check=[HealthCheck.too_slow])
 
 
 @contextmanager
@@ -133,7 +134,7 @@ print(json.dumps(answers))
 """
 
 
-@pytest.mark.parametrize("kind", ["kv", "quantized"])
+@pytest.mark.parametrize("kind", [long("kv"), "quantized"])
 def test_a_new_process_finds_everything(tmp_path: Path, kind: str) -> None:
     shadow = ShadowStore()
     system = [3 * i for i in range(70)]

@@ -12,6 +12,7 @@ import key_encoding as reference
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -222,7 +223,7 @@ def test_the_buffer_protocol_shares_and_is_read_only() -> None:
 
 
 @given(st.lists(st.integers(0, 2), max_size=3000), st.integers(0, 3001), st.integers(0, 20))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_common_prefix(tokens: list[int], change: int, start: int) -> None:
     other = list(tokens)
     if change < len(other):

@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from conftest import long
+from conftest import examples, long
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache
@@ -195,7 +195,7 @@ def test_rows_are_stored_once(tmp_path: Path) -> None:
             assert cache.stats()["stored_bytes"] - before == 16 * row
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_whatever_was_served_before(data: st.DataObject) -> None:
     """Requests that share and leave one another anywhere: as long a hit as from rows alone, and never a wrong row."""
