@@ -17,19 +17,23 @@ sys.path[:0] = [str(EXAMPLES), str(ROOT / "scripts")]
 
 # What takes longest goes first, so that all workers of a run end together; the rest follows by name.
 SLOWEST = (
+    "test_kills",
+    "test_demo",
     "test_architectures",
     "test_exactness",
+    "test_handlers_vlm",
+    "test_faults",
     "test_omlx_scheduler",
-    "test_mlx_lm_draft",
     "test_omlx_scheduler_sharing",
-    "test_hostile_files",
+    "test_mlx_lm_draft",
+    "test_windows",
+    "test_handler_contract",
     "test_mlx_lm",
-    "test_demo",
+    "test_restore",
     "test_stub",
-    "test_kills",
     "test_lines",
     "test_damage",
-    "test_faults",
+    "test_hostile_files",
     "test_shared_directory",
     "test_embed",
 )

@@ -42,10 +42,11 @@ INTERVAL = 2 * BLOCK
 WHOLE = (PROMPT - 1) // BLOCK * BLOCK
 LATEST = (0, 32, 2)
 
-# One module for each kinds of caches that come together, and a few more that are special in another way: these have
-# every test in the short form, the others two.
+# One module for each kinds of caches that come together, and a few that are special in another way: these have every
+# test in the short form, the others those of one recorded turn asked for again.
 REPRESENTATIVES = {
-    "llama": "KVCache",
+    "qwen2": "KVCache",
+    "llama": "KVCache, RotatingKVCache",
     "afm7": "KVCache",  # fewer caches than layers
     "deepseek_v3": "KVCache",  # latent rows
     "nemotron-nas": "KVCache",  # layers without rows

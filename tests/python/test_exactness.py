@@ -296,10 +296,10 @@ class RealRun(NamedTuple):
         }
 
 
-@pytest.fixture(scope="module")
-def real(smollm2: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
+@pytest.fixture(scope="module", params=[128, long(256)])
+def real(request: pytest.FixtureRequest, smollm2: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
     """Each stored length under its own salt, so that none is served from a longer one."""
-    size = 256 if smollm2.fast else 16
+    size = request.param if smollm2.fast else request.param // 8
     sentence = "The {}th ship of the fleet left harbour {} in the spring, and its crew of {} saw {} whales. "
     story = "".join(sentence.format(i, i * 7 % 11, i * 5 + 3, i * i % 23) for i in range(2, 40))
     tokens = smollm2.tokenizer.encode(story)[: 3 * size - 1]
