@@ -231,6 +231,7 @@ Status GatherPlan::copy(const Slot& slot, std::size_t block, Verify verify) cons
   Status status;
   if (!file.mapping().empty()) {
     const auto bytes = file.mapping().subspan(offset, tensor.nbytes);
+    file.read_ahead();
     if (file.first_touch(index)) bring_in(bytes);
     status = copy_bytes(slot, block, bytes, file.mapping(), check);
   } else {

@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <vector>
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 namespace prefixcache::store {
 
 namespace {
@@ -23,7 +26,25 @@ Status read_header(ReadableFile& file, layout::PartHeader& header, std::uint64_t
   }
 }
 
+#ifdef __APPLE__
+using Residence = char;
+#else
+using Residence = unsigned char;
+#endif
+
 }  // namespace
+
+void PartFile::read_ahead() {
+  if (mapping_.empty() || asked_for_.exchange(true, std::memory_order_relaxed)) return;
+  static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<std::uintptr_t>(mapping_.data()) / page * page;
+  const auto end = reinterpret_cast<std::uintptr_t>(mapping_.data()) + mapping_.size();
+  // One page tells: what was read or written lately is there as a whole. The header's was just read.
+  auto* const middle = reinterpret_cast<void*>((begin + (end - begin) / 2) / page * page);
+  Residence resident = 0;
+  if (::mincore(middle, 1, &resident) != 0 || (resident & 1) != 0) return;
+  ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_WILLNEED);
+}
 
 Status PartFile::open(Env& env, const std::string& path, const layout::NameInfo& expected,
                       std::shared_ptr<PartFile>& out) {

@@ -30,6 +30,8 @@ class PartFile {
   // Whether the digest of this tensor was compared since the file was opened.
   bool verified(std::size_t tensor) const { return verified_[tensor].load(std::memory_order_acquire); }
   void set_verified(std::size_t tensor) { verified_[tensor].store(true, std::memory_order_release); }
+  // Once for each file: asks for all of it if it is not in memory, since a disk is fastest when it has much to do.
+  void read_ahead();
   // True once for each tensor: the caller brings its pages in.
   bool first_touch(std::size_t tensor) { return !touched_[tensor].exchange(true, std::memory_order_relaxed); }
 
@@ -40,6 +42,7 @@ class PartFile {
   std::uint64_t data_offset_ = 0;
   std::unique_ptr<std::atomic<bool>[]> verified_;
   std::unique_ptr<std::atomic<bool>[]> touched_;
+  std::atomic<bool> asked_for_{false};
 };
 
 }  // namespace prefixcache::store
