@@ -70,6 +70,15 @@ class TestOpen:
             open_cache(tmp_path / "cache", **{option: seconds})
         assert not (tmp_path / "cache").exists()
 
+    @pytest.mark.parametrize("name", ["gpu", "CPU", "metal,cuda"])
+    def test_unknown_gathers_name_the_variable(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+    ) -> None:
+        monkeypatch.setenv("PREFIXCACHE_GATHER", name)
+        with pytest.raises(ValueError, match=f"PREFIXCACHE_GATHER is '{name}', expected cpu, metal or cuda"):
+            open_cache(tmp_path / "cache")
+        assert not (tmp_path / "cache").exists()
+
     @pytest.mark.parametrize("threads", [-1, 257, 10**6])
     def test_bad_thread_counts(self, tmp_path: Path, threads: int) -> None:
         with pytest.raises(ValueError, match=f"threads is {threads}"):
