@@ -21,6 +21,8 @@ std::size_t first_run(const std::uint8_t* to, std::size_t size) {
 }  // namespace
 
 void copy_strips(const StripCopy& copy) {
+  // Where there are no bytes there may be no memory either.
+  if (copy.size == 0) return;
   for (std::size_t s = 0; s < copy.strips; ++s) {
     copy_streaming(copy.to + s * copy.to_stride, copy.from + s * copy.from_stride + copy.skip, copy.size);
   }
@@ -43,6 +45,7 @@ void copy_strips_and_sum(const StripCopy& copy, hash::Xxh3Stream& sum) {
 }
 
 void clear_strips(std::uint8_t* to, std::size_t strips, std::size_t stride, std::size_t size) {
+  if (size == 0) return;
   for (std::size_t s = 0; s < strips; ++s) std::memset(to + s * stride, 0, size);
 }
 

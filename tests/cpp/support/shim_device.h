@@ -66,7 +66,7 @@ namespace mx = mlx::core;
 
 inline shim::Buffer shim_buffer(const std::string& name, const mx::array& array) {
   shim::Buffer buffer(name, array.nbytes());
-  std::memcpy(buffer.bytes.data(), array.data<std::uint8_t>(), array.nbytes());
+  if (array.nbytes() > 0) std::memcpy(buffer.bytes.data(), array.data<std::uint8_t>(), array.nbytes());
   return buffer;
 }
 

@@ -17,13 +17,27 @@ inline thread_local std::size_t most = std::numeric_limits<std::size_t>::max();
 
 }  // namespace prefixcache::testing
 
-// Not inlined, or the compiler takes free() for a mistake.
-[[gnu::noinline]] void* operator new(std::size_t size) {
+// Not inlined, or the compiler takes free() for a mistake. All of them, since a sanitizer brings its own of each.
+[[gnu::noinline]] void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
   prefixcache::testing::allocated += size;
   prefixcache::testing::largest = std::max(prefixcache::testing::largest, size);
-  void* memory = size > prefixcache::testing::most ? nullptr : std::malloc(size);
-  if (memory != nullptr) return memory;
+  return size > prefixcache::testing::most ? nullptr : std::malloc(size);
+}
+[[gnu::noinline]] void* operator new(std::size_t size) {
+  if (void* memory = operator new(size, std::nothrow)) return memory;
   throw std::bad_alloc();
+}
+[[gnu::noinline]] void* operator new[](std::size_t size) {
+  return operator new(size);
+}
+[[gnu::noinline]] void* operator new[](std::size_t size, const std::nothrow_t&) noexcept {
+  return operator new(size, std::nothrow);
+}
+[[gnu::noinline]] void operator delete[](void* memory) noexcept {
+  std::free(memory);
+}
+[[gnu::noinline]] void operator delete[](void* memory, std::size_t) noexcept {
+  std::free(memory);
 }
 [[gnu::noinline]] void operator delete(void* memory) noexcept {
   std::free(memory);
