@@ -107,7 +107,7 @@ TEST_F(HostileFile, LengthsOfTheHeader) {
   for (const std::uint64_t value : {size, size - 8, size - 7, size - 136, size + 56, size - 64}) length(value);
   // A file without anything in it that says it is 64 MiB of header.
   std::string holes = sound_;
-  for (std::size_t i = 0; i < 8; ++i) holes[i] = static_cast<char>(((64u << 20) - 8) >> (8 * i));
+  for (std::size_t i = 0; i < 8; ++i) holes[i] = static_cast<char>(((std::uint64_t{64} << 20) - 8) >> (8 * i));
   expect_refused(holes, "64 MiB");
 }
 
