@@ -26,31 +26,44 @@ def device_copy(size: int) -> Callable[[], None]:
     to = mx.zeros((size // 4 // 1024, 1024), mx.int32) + 2
     mx.eval(to)
     mx.synchronize()
-    runtime = ctypes.CDLL("libcudart.so.13")
-    runtime.cudaMemcpyAsync.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_void_p,
-    ]
+    driver = CudaDriver()
     out, given = addresses([to, source])
 
     def copy(kept: mx.array = source) -> None:
-        if (
-            runtime.cudaMemcpyAsync(out, given, min(to.nbytes, kept.nbytes), DEVICE_TO_DEVICE, None)
-            or runtime.cudaDeviceSynchronize()
-        ):
-            raise RuntimeError("the driver could not copy")
+        driver.copy(out, given, min(to.nbytes, kept.nbytes))
+        driver.wait()
 
     return copy
+
+
+class CudaDriver:
+    """The driver's own copies from device to device. RuntimeError where one fails."""
+
+    def __init__(self) -> None:
+        self._runtime = ctypes.CDLL("libcudart.so.13")
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        self._runtime.cudaMemcpyAsync.argtypes = [pointer, pointer, size, ctypes.c_int, pointer]
+
+    def copy(self, to: int, source: int, size: int) -> None:
+        """Starts a copy between two addresses."""
+        _checked(self._runtime.cudaMemcpyAsync(to, source, size, DEVICE_TO_DEVICE, None))
+
+    def wait(self) -> None:
+        """Waits until the device has nothing left to do."""
+        _checked(self._runtime.cudaDeviceSynchronize())
+
+
+def _checked(status: int) -> None:
+    if status != 0:
+        raise RuntimeError(f"CUDA error {status}")
 
 
 def addresses(arrays: list[mx.array]) -> list[int]:
     """Where arrays lie in a CUDA device's memory: a kernel writes its arguments down."""
     names = [f"in{i}" for i in range(len(arrays))]
+    types = "_".join(sorted({str(a.dtype)[9:] for a in arrays}))
     kernel = mx.fast.cuda_kernel(
-        name=f"addresses_{len(arrays)}",
+        name=f"addresses_{len(arrays)}_{types}",
         input_names=names,
         output_names=["places"],
         source="\n".join(f"places[{i}] = reinterpret_cast<uint64_t>({name});" for i, name in enumerate(names)),

@@ -89,9 +89,8 @@ void init_key_chain(nb::module_& m) {
            "Adds tokens behind the last one and hashes the blocks that became whole.")
       .def("key", &key, "i"_a, "The key of whole block i. IndexError if there is none.")
       .def("cut_key", &cut_key, "i"_a, "depth"_a,
-           "The key of block i cut after token `depth` of the sequence; i = len(self) is the tail. ValueError if that "
-           "is\n"
-           "not in the block.")
+           "The key of block i cut after token `depth` of the sequence; i = len(self) is the tail. ValueError if that\n"
+           "is not in the block.")
       .def("block_tokens", &block_tokens, "i"_a,
            "The tokens of block i, sharing memory. i = len(self) is the tail. IndexError if there is none.")
       .def(

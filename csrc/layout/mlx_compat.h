@@ -3,6 +3,9 @@
 
 #include <cstdint>
 #include <new>
+#include <optional>
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include <mlx/allocator.h>
@@ -26,6 +29,20 @@ inline mlx::core::array make_uninitialised(mlx::core::Shape shape, mlx::core::Dt
   // The CPU's allocator says so only in this way.
   if (bytes > 0 && made.data<std::uint8_t>() == nullptr) throw std::bad_alloc();
   return made;
+}
+
+// Runs `work`, which allocates through MLX. Nothing if it went well; otherwise what was said where the device has no
+// memory for it: MLX's allocators throw either of these.
+template <class Work>
+std::optional<std::string> why_no_memory(Work&& work) {
+  try {
+    work();
+  } catch (const std::bad_alloc& e) {
+    return e.what();
+  } catch (const std::runtime_error& e) {
+    return e.what();
+  }
+  return std::nullopt;
 }
 
 }  // namespace prefixcache

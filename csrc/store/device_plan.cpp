@@ -2,12 +2,13 @@
 // kernel.
 #include <algorithm>
 #include <map>
-#include <new>
 #include <stdexcept>
 #include <tuple>
 
 #include <mlx/transforms.h>
 
+#include "gather/device.h"
+#include "layout/mlx_compat.h"
 #include "store/gather_plan.h"
 
 namespace prefixcache::store {
@@ -72,14 +73,10 @@ void GatherPlan::start(const gather::DeviceGather& device, const gather::KernelR
   for (const std::size_t slot : slots) shapes.push_back(slots_[slot].shape);
   std::vector<mlx::core::array> made;
   try {
-    made = device.start(request, slabs, shapes);
+    // No memory, no stream of this thread's, no compiler: the CPU's copy may still find what it needs.
+    if (why_no_memory([&] { made = device.start(request, slabs, shapes); })) return;
   } catch (const std::invalid_argument&) {
     // More than a launch can do.
-    return;
-  } catch (const std::runtime_error&) {
-    // No memory, no stream of this thread's, no compiler: the CPU's copy may still find what it needs.
-    return;
-  } catch (const std::bad_alloc&) {
     return;
   }
   for (std::size_t i = 0; i < slots.size(); ++i) {
@@ -110,14 +107,8 @@ Status GatherPlan::finish() {
   if (by_device_.empty()) return Status::ok();
   std::vector<mlx::core::array> pending;
   for (const std::size_t slot : by_device_) pending.push_back(*arrays_[slot]);
-  try {
-    mlx::core::eval(std::move(pending));
-  } catch (const std::runtime_error& e) {
-    return {StatusCode::Full, e.what()};
-  } catch (const std::bad_alloc& e) {
-    return {StatusCode::Full, e.what()};
-  }
-  return Status::ok();
+  const auto why = why_no_memory([&] { mlx::core::eval(std::move(pending)); });
+  return why ? Status{StatusCode::Full, *why} : Status::ok();
 }
 
 }  // namespace prefixcache::store

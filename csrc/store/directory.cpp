@@ -93,10 +93,7 @@ std::string Directory::path_of(const layout::NameInfo& name) const {
 }
 
 Status Directory::check_way(const layout::NameInfo& name) {
-  for (const std::string& path : {versioned_, own_, folder_of(name.key)}) {
-    if (Status status = check_folder(path); !status.is_ok()) return status;
-  }
-  return Status::ok();
+  return check_way_to(folder_of(name.key));
 }
 
 Status Directory::check_way_to(const std::string& path) {
@@ -247,8 +244,7 @@ Status Directory::date(const layout::NameInfo& name, double time) {
 Status Directory::publish(const std::string& temp, const layout::NameInfo& name, std::uint64_t bytes) {
   Status status = usage_.rename(temp, path_of(name), bytes);
   if (status.is_ok()) return status;
-  env_.remove(temp);
-  usage_.release(bytes);
+  discard(temp, bytes);
   // Network drives may have done it all the same.
   count_wanted_ = true;
   return status;

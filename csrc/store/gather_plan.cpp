@@ -2,11 +2,6 @@
 
 #include <algorithm>
 #include <mutex>
-#include <new>
-#include <stdexcept>
-
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "gather/cpu.h"
 #include "gather/fault_guard.h"
@@ -41,16 +36,6 @@ bool addressable(const mlx::core::Shape& shape, mlx::core::Dtype dtype) {
   return std::none_of(shape.begin(), shape.end(), [&](auto extent) {
     return __builtin_mul_overflow(bytes, std::max<std::int64_t>(extent, 1), &bytes);
   });
-}
-
-// Brings a mapped range in with one call instead of a fault for each page. A failure shows when the bytes are read.
-void bring_in([[maybe_unused]] std::span<const std::uint8_t> bytes) {
-#ifdef MADV_POPULATE_READ
-  static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
-  const auto lo = reinterpret_cast<std::uintptr_t>(bytes.data()) / page * page;
-  const auto hi = reinterpret_cast<std::uintptr_t>(bytes.data()) + bytes.size();
-  ::madvise(reinterpret_cast<void*>(lo), hi - lo, MADV_POPULATE_READ);
-#endif
 }
 
 }  // namespace
@@ -173,7 +158,7 @@ Status GatherPlan::add_slot(const GatherRequest& request, const std::string& nam
 
 Status GatherPlan::allocate() {
   arrays_.resize(slots_.size());
-  try {
+  const auto why = why_no_memory([&] {
     for (std::size_t i = 0; i < slots_.size(); ++i) {
       if (arrays_[i]) continue;
       Slot& slot = slots_[i];
@@ -184,13 +169,8 @@ Status GatherPlan::allocate() {
       gather::advise_huge_pages(slot.data, arrays_[i]->nbytes());
       by_cpu_.push_back(i);
     }
-  } catch (const std::bad_alloc& e) {
-    return {StatusCode::Full, e.what()};
-  } catch (const std::runtime_error& e) {
-    // MLX's allocators report exhaustion this way.
-    return {StatusCode::Full, e.what()};
-  }
-  return Status::ok();
+  });
+  return why ? Status{StatusCode::Full, *why} : Status::ok();
 }
 
 std::vector<Status> GatherPlan::run(gather::ThreadPool& threads, Verify verify) {
@@ -230,10 +210,8 @@ Status GatherPlan::copy(const Slot& slot, std::size_t block, Verify verify) cons
   const std::uint64_t offset = file.data_offset() + tensor.offset;
   Status status;
   if (!file.mapping().empty()) {
-    const auto bytes = file.mapping().subspan(offset, tensor.nbytes);
-    file.read_ahead();
-    if (file.first_touch(index)) bring_in(bytes);
-    status = copy_bytes(slot, block, bytes, file.mapping(), check);
+    file.bring_in(index);
+    status = copy_bytes(slot, block, file.mapping().subspan(offset, tensor.nbytes), file.mapping(), check);
   } else {
     std::vector<std::uint8_t> bytes(tensor.nbytes);
     status = file.read(offset, bytes);

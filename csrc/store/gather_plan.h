@@ -1,8 +1,6 @@
 // gather_plan.h: which bytes of which blocks go where, checked before anything is copied.
 //
-// Threads: a plan is built and run by one caller; run() shares the copies with the pool's threads. Its methods lie in
-// two
-//          files: device_plan.cpp has what a GPU does.
+// Threads: a plan is built and run by one caller; run() shares the copies with the pool's threads.
 // Units:   rows are tokens; bytes for sizes.
 #pragma once
 
@@ -14,7 +12,7 @@
 
 #include <mlx/array.h>
 
-#include "gather/device.h"
+#include "gather/kernel_table.h"
 #include "gather/thread_pool.h"
 #include "prefixcache/gather.h"
 #include "store/store_impl.h"
@@ -30,6 +28,7 @@ struct BlockRows {
   std::int64_t place = 0;  // row of the result where they go
 };
 
+// Its methods lie in two files: device_plan.cpp has what a GPU does.
 class GatherPlan {
  public:
   // Fails with the number of the first block that does not continue the one before it, or lacks a slot asked for by

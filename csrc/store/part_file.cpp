@@ -32,18 +32,38 @@ using Residence = char;
 using Residence = unsigned char;
 #endif
 
+// Whole pages.
+struct Pages {
+  explicit Pages(std::span<const std::uint8_t> bytes)
+      : begin(reinterpret_cast<std::uintptr_t>(bytes.data()) / size() * size()),
+        end(reinterpret_cast<std::uintptr_t>(bytes.data()) + bytes.size()) {}
+
+  static std::uintptr_t size() {
+    static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+    return page;
+  }
+  void advise(int advice) const { ::madvise(reinterpret_cast<void*>(begin), end - begin, advice); }
+
+  std::uintptr_t begin, end;
+};
+
+void read_ahead(std::span<const std::uint8_t> file) {
+  // One page tells: what was read or written lately is there as a whole. The header's was just read.
+  const Pages middle(file.subspan(file.size() / 2, 1));
+  Residence resident = 0;
+  if (::mincore(reinterpret_cast<void*>(middle.begin), 1, &resident) != 0 || (resident & 1) != 0) return;
+  Pages(file).advise(MADV_WILLNEED);
+}
+
 }  // namespace
 
-void PartFile::read_ahead() {
-  if (mapping_.empty() || asked_for_.exchange(true, std::memory_order_relaxed)) return;
-  static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
-  const auto begin = reinterpret_cast<std::uintptr_t>(mapping_.data()) / page * page;
-  const auto end = reinterpret_cast<std::uintptr_t>(mapping_.data()) + mapping_.size();
-  // One page tells: what was read or written lately is there as a whole. The header's was just read.
-  auto* const middle = reinterpret_cast<void*>((begin + (end - begin) / 2) / page * page);
-  Residence resident = 0;
-  if (::mincore(middle, 1, &resident) != 0 || (resident & 1) != 0) return;
-  ::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_WILLNEED);
+void PartFile::bring_in(std::size_t tensor) {
+  if (mapping_.empty() || !first_touch(tensor)) return;
+  if (!asked_for_.exchange(true, std::memory_order_relaxed)) read_ahead(mapping_);
+#ifdef MADV_POPULATE_READ
+  const auto& info = header_.tensors[tensor];
+  Pages(mapping_.subspan(data_offset_ + info.offset, info.nbytes)).advise(MADV_POPULATE_READ);
+#endif
 }
 
 Status PartFile::open(Env& env, const std::string& path, const layout::NameInfo& expected,

@@ -30,9 +30,11 @@ class PartFile {
   // Whether the digest of this tensor was compared since the file was opened.
   bool verified(std::size_t tensor) const { return verified_[tensor].load(std::memory_order_acquire); }
   void set_verified(std::size_t tensor) { verified_[tensor].store(true, std::memory_order_release); }
-  // Once for each file: asks for all of it if it is not in memory, since a disk is fastest when it has much to do.
-  void read_ahead();
-  // True once for each tensor: the caller brings its pages in.
+  // Before a tensor's bytes are read from the mapping: its pages come in with one call instead of a fault for each, and
+  // those of the whole file are asked for if it is not in memory, since a disk is fastest when it has much to do. A
+  // failure shows when the bytes are read. Costs something once for each tensor.
+  void bring_in(std::size_t tensor);
+  // True once for each tensor.
   bool first_touch(std::size_t tensor) { return !touched_[tensor].exchange(true, std::memory_order_relaxed); }
 
  private:

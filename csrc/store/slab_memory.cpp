@@ -4,19 +4,18 @@
 #include <algorithm>
 #include <limits>
 #include <map>
-#include <new>
 #include <set>
-#include <stdexcept>
 #include <utility>
 
+#include "gather/kernel_source.h"
 #include "layout/mlx_compat.h"
 
 namespace prefixcache::store {
 
 namespace {
 
-// Few enough to be named in one launch, enough that giving one up gives something back and keeps most.
-constexpr std::uint64_t kSlabs = 8;
+// As many as one launch can name: enough that giving one up gives something back and keeps most.
+constexpr std::uint64_t kSlabs = gather::kSlabsALaunch;
 
 std::uint64_t whole(std::uint64_t bytes, std::uint64_t unit) {
   return bytes / unit * unit;
@@ -28,16 +27,13 @@ std::shared_ptr<Slab> make_slab(const MakeArray& make, std::uint64_t bytes, std:
   using Extent = mlx::core::ShapeElem;
   const std::uint64_t pages = bytes / kMemoryPage;
   if (pages > static_cast<std::uint64_t>(std::numeric_limits<Extent>::max())) return nullptr;
-  try {
+  std::shared_ptr<Slab> slab;
+  why_no_memory([&] {
     auto memory = make({static_cast<Extent>(pages), static_cast<Extent>(kMemoryPage)}, mlx::core::uint8);
     auto* data = memory.data<std::uint8_t>();
-    return std::make_shared<Slab>(Slab{std::move(memory), bytes, data, number});
-  } catch (const std::bad_alloc&) {
-    return nullptr;
-  } catch (const std::runtime_error&) {
-    // MLX's allocators say it this way too.
-    return nullptr;
-  }
+    slab = std::make_shared<Slab>(Slab{std::move(memory), bytes, data, number});
+  });
+  return slab;
 }
 
 class SlabMemory final : public Memory {

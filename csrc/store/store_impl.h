@@ -11,10 +11,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
 
-#include "gather/device.h"
 #include "gather/thread_pool.h"
 #include "prefixcache/block_store.h"
 #include "store/directory.h"
@@ -22,6 +22,10 @@
 #include "store/needed_parts.h"
 #include "store/patience.h"
 #include "store/writer.h"
+
+namespace prefixcache::gather {
+class DeviceGather;
+}
 
 namespace prefixcache::store {
 
@@ -238,7 +242,7 @@ class StoreImpl : public BlockStore {
   std::size_t open_files_ = 0;  // about: counted down when limit_open_files() looks
   std::atomic<bool> closed_{false};
   std::atomic<bool> abandoned_{false};  // closed while the disk did not answer: its threads write nothing more
-  std::unordered_map<std::string, std::shared_ptr<const std::string>> forms_;  // guarded by mutex_
+  std::unordered_map<std::string_view, std::shared_ptr<const std::string>> forms_;  // guarded by mutex_
   std::unordered_set<std::string> prepared_;                  // forms without their rows; guarded by mutex_
   AskedFor asked_for_;                                        // guarded by mutex_
   std::vector<std::pair<layout::NameInfo, double>> to_date_;  // guarded by mutex_

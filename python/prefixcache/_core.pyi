@@ -78,8 +78,8 @@ class KeyChain:
 
     def cut_key(self, i: int, depth: int) -> bytes:
         """
-        The key of block i cut after token `depth` of the sequence; i = len(self) is the tail. ValueError if that is
-        not in the block.
+        The key of block i cut after token `depth` of the sequence; i = len(self) is the tail. ValueError if that
+        is not in the block.
         """
 
     def block_tokens(self, i: int) -> TokenBuffer:

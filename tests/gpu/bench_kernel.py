@@ -7,30 +7,25 @@ read plus bytes written.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from device import CudaDriver, addresses  # noqa: E402
+
 Case = dict[str, Any]
 TENSORS = 64
 RUNS = 25
-DEVICE_TO_DEVICE = 3
-
-cuda = ctypes.CDLL("libcudart.so.13")
-cuda.cudaMemcpyAsync.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
-
-
-def checked(status: int) -> None:
-    if status != 0:
-        raise RuntimeError(f"CUDA error {status}")
 
 
 def median_ms(body: Callable[[], object], runs: int = RUNS) -> tuple[float, float]:
@@ -44,22 +39,6 @@ def median_ms(body: Callable[[], object], runs: int = RUNS) -> tuple[float, floa
         times.append((time.perf_counter() - start) * 1e3)
     low, middle, high = statistics.quantiles(times, n=4)
     return middle, high - low
-
-
-def addresses(arrays: list[mx.array]) -> list[int]:
-    """Where arrays lie: a kernel writes its arguments down."""
-    names = [f"in{i}" for i in range(len(arrays))]
-    types = "_".join(sorted({str(a.dtype)[9:] for a in arrays}))
-    kernel = mx.fast.cuda_kernel(
-        name=f"addresses_{len(arrays)}_{types}",
-        input_names=names,
-        output_names=["places"],
-        source="\n".join(f"places[{i}] = reinterpret_cast<uint64_t>({name});" for i, name in enumerate(names)),
-    )
-    (places,) = kernel(
-        inputs=arrays, grid=(1, 1, 1), threadgroup=(1, 1, 1), output_shapes=[(len(arrays),)], output_dtypes=[mx.uint64]
-    )
-    return [int(place) for place in np.array(places)]
 
 
 class Gather:
@@ -169,6 +148,7 @@ def kernels_ms(gather: Gather) -> float:
 
 def copies(gather: Gather, total: int) -> tuple[tuple[float, float], tuple[float, float]]:
     """Copies from the arena to the very outputs, one each, and one copy of everything."""
+    driver = CudaDriver()
     made = gather.launch()
     mx.eval(made)
     (arena,) = addresses([gather.arena])
@@ -178,8 +158,8 @@ def copies(gather: Gather, total: int) -> tuple[tuple[float, float], tuple[float
 
     def one_each() -> None:
         for i, out in enumerate(outs):
-            checked(cuda.cudaMemcpyAsync(out, arena + i * size, size, DEVICE_TO_DEVICE, None))
-        checked(cuda.cudaDeviceSynchronize())
+            driver.copy(out, arena + i * size, size)
+        driver.wait()
 
     each = median_ms(one_each)
     del made
@@ -189,8 +169,8 @@ def copies(gather: Gather, total: int) -> tuple[tuple[float, float], tuple[float
     (to,) = addresses([whole])
 
     def everything() -> None:
-        checked(cuda.cudaMemcpyAsync(to, arena, total // 2, DEVICE_TO_DEVICE, None))
-        checked(cuda.cudaDeviceSynchronize())
+        driver.copy(to, arena, total // 2)
+        driver.wait()
 
     return each, median_ms(everything)
 

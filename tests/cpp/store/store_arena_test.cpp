@@ -32,11 +32,6 @@ class StoreArena : public testing::StoreFixture {
   static std::vector<testing::SlotSpec> pages(int count) {
     return {{"keys", mlx::core::uint8, {0, count * static_cast<int>(kPage) / 4}, 0}};
   }
-  static std::size_t in_ram(BlockStore& store, const std::vector<Block>& blocks) {
-    std::size_t count = 0;
-    for (const auto& found : store.presence(testing::keys_of(blocks))) count += found.parts[0].in_ram ? 1 : 0;
-    return count;
-  }
 };
 
 TEST_F(StoreArena, TheSlabWhoseNewestPartIsTheOldestGoesFirst) {

@@ -22,12 +22,6 @@ using testing::request_for;
 class StoreRam : public testing::StoreFixture {
  protected:
   StoreRam() { options_.ram_bytes = 64 * kPage; }
-
-  static std::size_t in_ram(BlockStore& store, const std::vector<Block>& blocks) {
-    std::size_t count = 0;
-    for (const auto& found : store.presence(testing::keys_of(blocks))) count += found.parts[0].in_ram ? 1 : 0;
-    return count;
-  }
 };
 
 TEST_F(StoreRam, TrimDropsTheLeastRecentlyUsedAndTheDeepestFirst) {

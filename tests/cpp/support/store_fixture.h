@@ -62,6 +62,11 @@ class StoreFixture : public ::testing::Test {
   static std::size_t found(BlockStore& store, const std::vector<Block>& blocks) {
     return store.longest_prefix(keys_of(blocks), blocks[0].parent, blocks[0].depth - blocks[0].start(), Part::kv);
   }
+  static std::size_t in_ram(BlockStore& store, const std::vector<Block>& blocks) {
+    std::size_t count = 0;
+    for (const auto& found : store.presence(keys_of(blocks))) count += found.parts[0].in_ram ? 1 : 0;
+    return count;
+  }
   std::string why_refused() {
     try {
       open();
