@@ -65,11 +65,16 @@ class PosixFile : public ReadableFile {
     return Status::ok();
   }
 
+  void will_read(std::uint64_t offset, std::uint64_t size) const override {
+#ifdef POSIX_FADV_WILLNEED
+    if (fd_ >= 0) ::posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(size), POSIX_FADV_WILLNEED);
+#endif
+  }
+
   std::span<const std::uint8_t> map() override {
     if (!mapping_.empty() || info_.size == 0) return mapping_;
     void* address = ::mmap(nullptr, info_.size, PROT_READ, MAP_SHARED, fd_, 0);
     if (address == MAP_FAILED) return {};
-    ::madvise(address, info_.size, MADV_WILLNEED);
     mapping_ = {static_cast<const std::uint8_t*>(address), static_cast<std::size_t>(info_.size)};
     // The mapping keeps the file; descriptors are scarcer.
     ::close(fd_);

@@ -177,22 +177,36 @@ std::vector<Status> GatherPlan::run(gather::ThreadPool& threads, Verify verify) 
   std::vector<Status> results(blocks_.size());
   std::mutex mutex;
   const std::size_t slots = by_cpu_.size();
-  const std::size_t copies = slots * blocks_.size();
-  threads.parallel_for(copies + slots, [&](std::size_t i) {
-    if (i >= copies) {
-      clear_spare_rows(slots_[by_cpu_[i - copies]]);
-      return;
-    }
-    // Diagonally: threads side by side work on different arrays, so that they do not both fault on (and clear) one huge
-    // page, and on different files, whose pages they map.
-    const std::size_t slot = i % slots;
-    const std::size_t block = (i / slots + slot) % blocks_.size();
+  const auto one = [&](std::size_t slot, std::size_t block) {
     Status status = copy(slots_[by_cpu_[slot]], block, verify);
     if (status.is_ok()) return;
     std::lock_guard lock(mutex);
     results[block] = std::move(status);
-  });
+  };
+  if (needs_disk()) {
+    // A disk is fastest with a file read from its beginning to its end by each thread.
+    threads.parallel_for(blocks_.size(), [&](std::size_t block) {
+      const auto& file = sources_[block].file;
+      const bool cold = file != nullptr && !file->in_memory();
+      if (cold) file->read_in_order(true);
+      for (std::size_t slot = 0; slot < slots; ++slot) one(slot, block);
+      if (cold) file->read_in_order(false);
+    });
+  } else {
+    // Diagonally: threads side by side work on different arrays, so that they do not both fault on (and clear) one huge
+    // page, and on different files, whose pages they map.
+    threads.parallel_for(slots * blocks_.size(), [&](std::size_t i) {
+      const std::size_t slot = i % slots;
+      one(slot, (i / slots + slot) % blocks_.size());
+    });
+  }
+  threads.parallel_for(slots, [&](std::size_t i) { clear_spare_rows(slots_[by_cpu_[i]]); });
   return results;
+}
+
+bool GatherPlan::needs_disk() const {
+  return std::any_of(sources_.begin(), sources_.end(),
+                     [](const Source& source) { return source.file != nullptr && !source.file->in_memory(); });
 }
 
 Status GatherPlan::copy(const Slot& slot, std::size_t block, Verify verify) const {

@@ -72,6 +72,7 @@ class GatherPlan {
   Status add_slot(const GatherRequest& request, const std::string& name, std::size_t& bad_block);
   Status plan_rows(const GatherRequest& request, std::size_t& bad_block);
   Status copy(const Slot& slot, std::size_t block, Verify verify) const;
+  bool needs_disk() const;
   Status copy_bytes(const Slot& slot, std::size_t block, std::span<const std::uint8_t> tensor,
                     std::span<const std::uint8_t> guarded, bool check) const;
   Status check_room() const;

@@ -10,12 +10,9 @@ namespace prefixcache::store {
 
 namespace {
 
-// Holds the header of a block of a few hundred tokens and slots; longer ones cost a second read.
-constexpr std::uint64_t kFirstRead = 24 << 10;
-
 Status read_header(ReadableFile& file, layout::PartHeader& header, std::uint64_t& data_offset) {
   const std::uint64_t size = file.info().size;
-  std::vector<std::uint8_t> bytes(std::min(size, kFirstRead));
+  std::vector<std::uint8_t> bytes(std::min(size, kHeaderRead));
   for (;;) {
     if (Status status = file.read(0, bytes); !status.is_ok()) return status;
     std::uint64_t needed = 0;
@@ -47,29 +44,32 @@ struct Pages {
   std::uintptr_t begin, end;
 };
 
-void read_ahead(std::span<const std::uint8_t> file) {
-  // One page tells: what was read or written lately is there as a whole. The header's was just read.
-  const Pages middle(file.subspan(file.size() / 2, 1));
-  Residence resident = 0;
-  if (::mincore(reinterpret_cast<void*>(middle.begin), 1, &resident) != 0 || (resident & 1) != 0) return;
-  Pages(file).advise(MADV_WILLNEED);
-}
-
 }  // namespace
 
+bool PartFile::in_memory() const {
+  if (mapping_.empty()) return true;
+  // Not the header's.
+  const Pages middle(mapping_.subspan(mapping_.size() / 2, 1));
+  Residence resident = 1;
+  return ::mincore(reinterpret_cast<void*>(middle.begin), 1, &resident) != 0 || (resident & 1) != 0;
+}
+
+void PartFile::read_in_order(bool on) const {
+  if (!mapping_.empty()) Pages(mapping_).advise(on ? MADV_SEQUENTIAL : MADV_NORMAL);
+}
+
 void PartFile::bring_in(std::size_t tensor) {
-  if (mapping_.empty() || !first_touch(tensor)) return;
-  if (!asked_for_.exchange(true, std::memory_order_relaxed)) read_ahead(mapping_);
+  if (!first_touch(tensor)) return;
 #ifdef MADV_POPULATE_READ
   const auto& info = header_.tensors[tensor];
   Pages(mapping_.subspan(data_offset_ + info.offset, info.nbytes)).advise(MADV_POPULATE_READ);
 #endif
 }
 
-Status PartFile::open(Env& env, const std::string& path, const layout::NameInfo& expected,
+Status PartFile::open(std::unique_ptr<ReadableFile> file, const std::string& path, const layout::NameInfo& expected,
                       std::shared_ptr<PartFile>& out) {
   auto part = std::make_shared<PartFile>();
-  if (Status status = env.open(path, part->file_); !status.is_ok()) return status;
+  part->file_ = std::move(file);
   if (Status status = read_header(*part->file_, part->header_, part->data_offset_); !status.is_ok()) {
     return {status.code(), status.message() + " (" + path + ")", status.error_number()};
   }

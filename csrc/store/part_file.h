@@ -15,10 +15,14 @@
 
 namespace prefixcache::store {
 
+// Holds the header of a block of a few hundred tokens and slots; longer ones cost a second read.
+inline constexpr std::uint64_t kHeaderRead = 24 << 10;
+
 class PartFile {
  public:
-  // Opens `path`, reads its header and checks that it is the part its name says. Returns: NotFound, Corrupt, IOError.
-  static Status open(Env& env, const std::string& path, const layout::NameInfo& expected,
+  // Reads the header of a file that was opened as `path`, and checks that it is the part its name says. Returns:
+  // Corrupt, IOError.
+  static Status open(std::unique_ptr<ReadableFile> file, const std::string& path, const layout::NameInfo& expected,
                      std::shared_ptr<PartFile>& out);
 
   const layout::PartHeader& header() const { return header_; }
@@ -30,8 +34,11 @@ class PartFile {
   // Whether the digest of this tensor was compared since the file was opened.
   bool verified(std::size_t tensor) const { return verified_[tensor].load(std::memory_order_acquire); }
   void set_verified(std::size_t tensor) { verified_[tensor].store(true, std::memory_order_release); }
-  // Before a tensor's bytes are read from the mapping: its pages come in with one call instead of a fault for each, and
-  // those of the whole file are asked for if it is not in memory, since a disk is fastest when it has much to do. A
+  // Whether the bytes need no disk, as far as one page of them tells: what was read or written lately is there whole.
+  bool in_memory() const;
+  // Lets the system read far ahead while the file is gone through.
+  void read_in_order(bool on) const;
+  // Before a tensor's bytes are read from the mapping: its pages come in with one call instead of a fault for each. A
   // failure shows when the bytes are read. Costs something once for each tensor.
   void bring_in(std::size_t tensor);
   // True once for each tensor.
@@ -44,7 +51,6 @@ class PartFile {
   std::uint64_t data_offset_ = 0;
   std::unique_ptr<std::atomic<bool>[]> verified_;
   std::unique_ptr<std::atomic<bool>[]> touched_;
-  std::atomic<bool> asked_for_{false};
 };
 
 }  // namespace prefixcache::store

@@ -43,8 +43,11 @@ Status check_part(Env& env, const std::string& path, bool data, PartSummary& out
   if (!layout::parse_file_name(std::string_view(path).substr(path.rfind('/') + 1), name)) {
     return {StatusCode::Corrupt, "not the name of a part file (" + path + ")"};
   }
+  std::unique_ptr<ReadableFile> opened;
+  if (Status status = env.open(path, opened); !status.is_ok()) return status;
   std::shared_ptr<store::PartFile> file;
-  if (Status status = store::PartFile::open(env, path, name, file); !status.is_ok()) return status;
+  if (Status status = store::PartFile::open(std::move(opened), path, name, file); !status.is_ok()) return status;
+  if (data) file->read_in_order(true);
   const layout::PartHeader& header = file->header();
   PartSummary summary{header.row_lo, header.row_hi, header.tokens.size(), header.tensors.size(), 0};
   for (const auto& tensor : header.tensors) summary.tensor_bytes += tensor.nbytes;

@@ -5,15 +5,13 @@
 #include <stdexcept>
 
 #include "gather/fault_guard.h"
-#include "store/gather_plan.h"
+#include "store/gather_job.h"
 #include "store/store_impl.h"
 
 namespace prefixcache::store {
 
 namespace {
 
-// Each open part is a mapping; systems allow some tens of thousands for a process.
-constexpr std::size_t kMostOpenFiles = 4096;
 // What a slow disk reads in a second.
 constexpr double kBytesASecond = 64 << 20;
 
@@ -36,95 +34,6 @@ void check(const GatherRequest& request) {
 }
 
 }  // namespace
-
-Status StoreImpl::source_of(const Key& key, Part part, Source& out) {
-  {
-    Lock lock(mutex_);
-    PartRecord* record = index_.find(key, part);
-    if (record == nullptr) return {StatusCode::NotFound, "block " + key.hex() + " is not stored"};
-    out.image = record->image;
-    out.file = record->file;
-    out.version = record->version;
-  }
-  if (out.image || out.file) return Status::ok();
-  return open_file(key, part, out);
-}
-
-Status StoreImpl::open_file(const Key& key, Part part, Source& out) {
-  using Answer = std::pair<Status, Source>;
-  const auto open = [this, key, part] {
-    Answer answer;
-    answer.first = open_file_now(key, part, answer.second);
-    return answer;
-  };
-  Answer answer = ask_disk<Answer>(open, {no_answer(), {}});
-  out = std::move(answer.second);
-  return answer.first;
-}
-
-Status StoreImpl::open_file_now(const Key& key, Part part, Source& out) {
-  layout::NameInfo name;
-  {
-    Lock lock(mutex_);
-    PartRecord* record = index_.find(key, part);
-    if (record == nullptr) return {StatusCode::NotFound, "block " + key.hex() + " is not stored"};
-    out.version = record->version;
-    if (record->image != nullptr) {
-      // Put since it was looked up.
-      out.image = record->image;
-      return Status::ok();
-    }
-    name = name_of(*record);
-  }
-  if (Status status = directory_->check_way(name); !status.is_ok()) return status;
-  if (Status status = PartFile::open(env_, directory_->path_of(name), name, out.file); !status.is_ok()) return status;
-  Lock lock(mutex_);
-  PartRecord* record = index_.find(key, part);
-  // Erased or replaced meanwhile: good for this reader, but nobody else's business.
-  if (record == nullptr || record->version != out.version) return Status::ok();
-  const auto& header = out.file->header();
-  record->file = out.file;
-  record->row_lo = header.row_lo;
-  record->row_hi = header.row_hi;
-  index_.set_parent(*record->entry, header.parent);
-  index_.set_text(*record->entry, {header.tokens, header.content});
-  ++open_files_;
-  limit_open_files();
-  return Status::ok();
-}
-
-void StoreImpl::limit_open_files() {
-  if (open_files_ <= kMostOpenFiles) return;
-  // Those in use stay mapped through the gathers that hold them.
-  open_files_ = 0;
-  std::size_t seen = 0;
-  for (PartRecord* record : index_.disk_order()) {
-    if (record->file == nullptr) continue;
-    if (++seen > kMostOpenFiles / 2) record->file.reset();
-    open_files_ += record->file != nullptr ? 1 : 0;
-  }
-}
-
-bool StoreImpl::has_file(const Key& key, Part part) {
-  layout::NameInfo name;
-  {
-    Lock lock(mutex_);
-    const PartRecord* record = index_.find(key, part);
-    if (record == nullptr) return false;
-    name = name_of(*record);
-  }
-  FileInfo info;
-  return env_.stat(directory_->path_of(name), info).code() != StatusCode::NotFound;
-}
-
-// A gather and all that it uses: what reads for it may go on when nobody waits any more.
-struct GatherJob {
-  GatherRequest request;
-  std::vector<Source> sources;
-  std::vector<Status> found;
-  std::vector<Status> copied;
-  GatherPlan plan;
-};
 
 void StoreImpl::leave_late(const std::shared_ptr<GatherJob>& job) {
   Lock lock(mutex_);
@@ -151,25 +60,6 @@ std::size_t StoreImpl::known_sources(GatherJob& job) {
     if (record == nullptr || record->image == nullptr) first = std::min(first, i);
   }
   return first;
-}
-
-void StoreImpl::open_sources(GatherJob& job) {
-  const auto& keys = job.request.keys;
-  const Part part = job.request.part;
-  std::vector<std::size_t> closed;
-  std::vector<std::size_t> open;
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    if (job.sources[i].image == nullptr) (job.sources[i].file ? open : closed).push_back(i);
-  }
-  // Side by side.
-  threads_.parallel_for(closed.size(), [&](std::size_t i) {
-    job.found[closed[i]] = open_file_now(keys[closed[i]], part, job.sources[closed[i]]);
-  });
-  // Others may have removed them. The deepest block goes first: while it is there, so are those before it.
-  if (open.empty() || has_file(keys[open.back()], part)) return;
-  for (const std::size_t i : open) {
-    if (!has_file(keys[i], part)) job.found[i] = {StatusCode::NotFound, "the file of " + keys[i].hex() + " is gone"};
-  }
 }
 
 Gathered StoreImpl::gather(const GatherRequest& base) {

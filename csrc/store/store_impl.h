@@ -209,6 +209,11 @@ class StoreImpl : public BlockStore {
   // Sets `out.version` in any case that had an answer.
   Status open_file(const Key& key, Part part, Source& out);
   Status open_file_now(const Key& key, Part part, Source& out);
+  // The same in two steps, for many at a time. After begin_open() there is no file where it failed, and none is needed
+  // where the block is in RAM now.
+  struct Opening;
+  Status begin_open(const Key& key, Part part, Opening& opening, Source& out);
+  Status end_open(Opening& opening, Source& out);
   bool has_file(const Key& key, Part part);
   void limit_open_files();
   // Drops what could not be read, unless something else has come in its place.

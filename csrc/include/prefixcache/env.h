@@ -37,6 +37,8 @@ class PREFIXCACHE_API ReadableFile {
   virtual const FileInfo& info() const = 0;
   // Fills `out` from `offset`. IOError if the file ends before.
   virtual Status read(std::uint64_t offset, std::span<std::uint8_t> out) const = 0;
+  // A hint, before the file is mapped: these bytes are wanted soon. Does not wait for them.
+  virtual void will_read(std::uint64_t /*offset*/, std::uint64_t /*size*/) const {}
   // The whole file mapped read-only for as long as this object lives, or an empty span where it cannot be mapped.
   // Reading it may fault if the file shrinks: copy under a FaultGuard.
   virtual std::span<const std::uint8_t> map() = 0;

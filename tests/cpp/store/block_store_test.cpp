@@ -106,6 +106,28 @@ TEST_F(BlockStoreTest, ReopeningFindsEverythingWithoutOpeningAFile) {
   EXPECT_EQ(env_.opens, 5) << "each file is opened once";
 }
 
+TEST_F(BlockStoreTest, BlocksOnTheDiskAlonePartlyInMemoryAndInRamGiveTheSameRows) {
+  // More than are opened at once.
+  const auto blocks = chain(150, 4);
+  prepare(blocks);
+  const std::vector<testing::Block> first(blocks.begin(), blocks.begin() + 5);
+  for (const std::size_t every : {1, 3}) {
+    for (std::size_t i = 0; i < blocks.size(); i += every) {
+      if (!testing::drop_from_memory(file_of(blocks[i]))) GTEST_SKIP() << "this system drops no file from memory";
+    }
+    const auto store = open();
+    expect_chain(*store, blocks);
+    // Once more with the files mapped, and with some blocks in RAM.
+    for (const auto& block : blocks) testing::drop_from_memory(file_of(block));
+    expect_chain(*store, blocks);
+    options_.ram_bytes = 1 << 20;
+    const auto with_ram = open();
+    put_chain(*with_ram, first);
+    expect_chain(*with_ram, blocks);
+    options_.ram_bytes = 0;
+  }
+}
+
 TEST_F(BlockStoreTest, AnotherNamespaceSeesNothing) {
   const auto blocks = chain(2, 8);
   prepare(blocks);

@@ -20,7 +20,7 @@ using testing::TempDir;
 class PartFileTest : public ::testing::Test {
  protected:
   // A file as the store writes it, of `slots` tensors.
-  void write(std::size_t slots = 2) {
+  void write(std::size_t slots = 2, int heads = 2) {
     header_.key = block_.key;
     header_.parent = block_.parent;
     header_.depth = block_.depth;
@@ -31,7 +31,7 @@ class PartFileTest : public ::testing::Test {
       layout::TensorInfo tensor;
       tensor.name = std::to_string(i) + "/keys";
       tensor.dtype = mlx::core::float16;
-      tensor.shape = {2, 4, 3};
+      tensor.shape = {heads, 4, 3};
       tensor.seq_axis = 1;
       header_.tensors.push_back(tensor);
     }
@@ -42,7 +42,11 @@ class PartFileTest : public ::testing::Test {
     const std::string encoded = layout::encode_header(header_);
     testing::write_file(path_, encoded + std::string(data_.begin(), data_.end()));
   }
-  Status open() { return PartFile::open(env_, path_, name_, file_); }
+  Status open() {
+    std::unique_ptr<ReadableFile> file;
+    if (Status status = env_.open(path_, file); !status.is_ok()) return status;
+    return PartFile::open(std::move(file), path_, name_, file_);
+  }
 
   const Block block_ = testing::chain(1, 4)[0];
   layout::NameInfo name_{block_.key, layout::parent_prefix(block_.parent), block_.depth, Part::kv};
@@ -90,6 +94,26 @@ TEST_F(PartFileTest, EachTensorIsTouchedAndVerifiedOnItsOwn) {
   EXPECT_TRUE(file_->first_touch(1));
   EXPECT_FALSE(file_->first_touch(1));
   EXPECT_TRUE(file_->first_touch(0));
+}
+
+TEST_F(PartFileTest, KnowsWhetherItNeedsTheDisk) {
+  write(4, 50'000);
+  ASSERT_TRUE(open().is_ok());
+  EXPECT_TRUE(file_->in_memory());
+  // What is mapped stays.
+  file_.reset();
+  if (!testing::drop_from_memory(path_)) GTEST_SKIP() << "this system drops no file from memory";
+  ASSERT_TRUE(open().is_ok());
+  if (file_->in_memory()) GTEST_SKIP() << "this file system keeps its files in memory";
+  file_->read_in_order(true);
+  for (std::size_t i = 0; i < header_.tensors.size(); ++i) {
+    const auto& tensor = file_->header().tensors[i];
+    file_->bring_in(i);
+    const auto mapped = file_->mapping().subspan(file_->data_offset() + tensor.offset, tensor.nbytes);
+    ASSERT_EQ(hash::xxh3_64(mapped), tensor.digest) << i;
+  }
+  file_->read_in_order(false);
+  EXPECT_TRUE(file_->in_memory());
 }
 
 TEST_F(PartFileTest, TheNameMustTellTheTruth) {

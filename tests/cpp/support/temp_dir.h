@@ -10,6 +10,9 @@
 #include <string>
 #include <vector>
 
+#include <fcntl.h>
+#include <unistd.h>
+
 namespace prefixcache::testing {
 
 class TempDir {
@@ -67,6 +70,18 @@ inline void flip_bit(const std::filesystem::path& path, std::uint64_t byte, int 
   const int before = file.get();
   file.seekp(static_cast<std::streamoff>(byte));
   file.put(static_cast<char>(before ^ (1 << bit)));
+}
+
+// Leaves a file's bytes to the disk. False where the system does not do so.
+inline bool drop_from_memory(const std::filesystem::path& path) {
+#ifdef POSIX_FADV_DONTNEED
+  const int fd = ::open(path.c_str(), O_RDONLY);
+  const bool done = fd >= 0 && ::fsync(fd) == 0 && ::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED) == 0;
+  if (fd >= 0) ::close(fd);
+  return done;
+#else
+  return path.empty();
+#endif
 }
 
 }  // namespace prefixcache::testing
