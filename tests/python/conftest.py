@@ -39,7 +39,29 @@ SLOWEST = (
 )
 
 
+# Cases with arrays without items. MLX's CUDA build ends the process where mlx-lm's caches have appended such.
+WITHOUT_ITEMS = (
+    "kv-no-values",
+    "list-kv-kv",
+    "rotating-5-keep-4",
+    "turbo-prod-1",
+    "minimax_m3_vl",
+    "test_every_array_of_a_stored_cache_is_used",
+)
+
+
+def on_cuda() -> bool:
+    import mlx.core as mx
+
+    return mx.default_device() != mx.Device(mx.cpu) and not mx.metal.is_available()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if on_cuda():
+        skip = pytest.mark.skip(reason="MLX's CUDA build segfaults on a cache's arrays without items")
+        for item in items:
+            if any(name in item.name for name in WITHOUT_ITEMS):
+                item.add_marker(skip)
     items.sort(key=lambda item: SLOWEST.index(item.path.stem) if item.path.stem in SLOWEST else len(SLOWEST))
 
 

@@ -95,9 +95,13 @@ class Shadow:
         """Caches that stand where the request's hit does, without a prefix cache."""
         n, caches, start = request.cached_tokens, make_prompt_cache(self._model), 0
         for end in self._base(request):
-            self._run(caches, request.inputs[start:end])
+            # A chunk as long as that in which the rows were made, whatever came behind them: a GPU rounds by length.
+            inputs = list(request.inputs[start:end])
+            self._run(caches, inputs + [0] * (end - start - len(inputs)))
             start = end
-        return looks.in_temporal_order(looks.cut(caches, n) if start > n else caches)
+        caches = looks.in_temporal_order(looks.cut(caches, n) if start > n else caches)
+        # oMLX's callers get rows without room behind them.
+        return caches if mx.default_device() == mx.Device(mx.cpu) else looks.without_room(caches)
 
     def _run(self, caches: list[Any], inputs: Sequence[int]) -> mx.array:
         logits = self._model(mx.array([inputs]), cache=caches)

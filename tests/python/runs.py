@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -63,3 +64,15 @@ def assert_same_logits(ours: Sequence[mx.array], theirs: Sequence[mx.array], wha
     assert len(ours) == len(theirs)
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         assert same_bits(a, b), f"{what}: step {i} differs by up to {mx.abs(a - b).max().item()}"
+
+
+def rows_of(caches: Sequence[Any], n: int) -> list[mx.array]:
+    """The keys and values of tokens [0, n) of every `KVCache`."""
+    return [getattr(cache, name)[..., :n, :] for cache in caches for name in ("keys", "values")]
+
+
+def digest_of(arrays: Sequence[mx.array]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(memoryview(mx.contiguous(array).view(mx.uint8)))
+    return digest.hexdigest()

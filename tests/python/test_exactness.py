@@ -6,7 +6,6 @@ copy of the donor's live cache trimmed to the same n, and a fresh run in chunks 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -17,11 +16,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import pytest
 from conftest import EXAMPLES, child_environment, long
-from runs import assert_same_logits, following_logits, prefill, same_bits, trimmed_copy
+from runs import assert_same_logits, digest_of, following_logits, prefill, rows_of, same_bits, trimmed_copy
 
 from prefixcache import Hit, PrefixCache
 
 STEPS, CHUNK = 8, 5
+# On a GPU two runs of the real model without a prefix cache may give different logits; rows are compared everywhere.
+ON_CPU = mx.default_device() == mx.Device(mx.cpu)
 
 
 def text(length: int, seed: int = 0) -> list[int]:
@@ -203,10 +204,9 @@ def test_a_hit_and_the_store_are_independent(tiny_llama: Callable[..., Any], tmp
 
 
 RESTARTED = """
-import hashlib, json, sys
-import mlx.core as mx
+import json, sys
 from prefixcache import PrefixCache
-from runs import following_logits
+from runs import digest_of, following_logits, rows_of
 
 order = json.load(sys.stdin)
 if order["folder"]:
@@ -219,19 +219,15 @@ answers = []
 with PrefixCache.open(sys.argv[1], model, block_size=order["block_size"], ram=order["ram"]) as cache:
     for prompt, salt, following in order["requests"]:
         hit = cache.fetch(prompt, salt=salt)
-        logits = following_logits(model, hit.caches, following, *order["shape"])
-        digest = hashlib.sha256(b"".join(bytes(memoryview(mx.contiguous(x).view(mx.uint8))) for x in logits))
-        answers.append([hit.cached_tokens, hit.tiers.get("ssd", 0), digest.hexdigest()])
+        rows = digest_of(rows_of(hit.caches, hit.cached_tokens))
+        logits = digest_of(following_logits(model, hit.caches, following, *order["shape"]))
+        answers.append([hit.cached_tokens, hit.tiers.get("ssd", 0), rows, logits])
 print(json.dumps(answers))
 """
 
 
-def digest_of(logits: list[mx.array]) -> str:
-    return hashlib.sha256(b"".join(bytes(memoryview(mx.contiguous(x).view(mx.uint8))) for x in logits)).hexdigest()
-
-
 def after_restart(directory: Path, order: dict[str, Any]) -> list[list[Any]]:
-    """What a new process answers: for each request the reused tokens, those from the SSD, and the logits' digest."""
+    """What a new process answers to each request: reused tokens, those from the SSD, digests of rows and of logits."""
     done = subprocess.run(
         [sys.executable, "-c", RESTARTED, str(directory)],
         env=child_environment(Path(__file__).resolve().parent, EXAMPLES),
@@ -263,10 +259,11 @@ def test_hits_after_a_restart(tiny_llama: Callable[..., Any], tmp_path: Path, ra
         "requests": [[prompt, None, following] for prompt in prompts.values()],
     }
     answers = after_restart(tmp_path, order)
-    for (n, _), (cached, from_ssd, digest) in zip(prompts.items(), answers, strict=True):
+    for (n, _), (cached, from_ssd, rows, logits) in zip(prompts.items(), answers, strict=True):
         assert cached == n
         assert from_ssd == n or ram != 0
-        assert digest == digest_of(following_logits(model, trimmed_copy(donor, n), following, STEPS, CHUNK))
+        assert rows == digest_of(rows_of(donor, n))
+        assert logits == digest_of(following_logits(model, trimmed_copy(donor, n), following, STEPS, CHUNK))
     assert answers[0][1] == 62
 
 
@@ -333,14 +330,18 @@ def test_a_real_model_continues_bit_for_bit(real: RealRun, name: str) -> None:
     stored, prompt, n = real.requests()[name]
     theirs = following_logits(real.model, trimmed_copy(real.donor, n), following, 3, CHUNK)
     uncached = following_logits(real.model, trimmed_copy(real.fresh, n), following, 3, CHUNK)
-    assert_same_logits(uncached, theirs, "two live runs")
+    if ON_CPU:
+        assert_same_logits(uncached, theirs, "two live runs")
     with opened(real.directory, real.model, real.size, "ssd") as without_ram:
         for tier, source in (("ram", real.cache), ("ssd", without_ram)):
             hit = source.fetch(prompt, salt=stored)
             assert hit.cached_tokens == n
             assert len(hit.remaining) >= 1
             assert_tier(hit, tier)
-            assert_same_logits(following_logits(real.model, hit.caches, following, 3, CHUNK), theirs, tier)
+            assert all(map(same_bits, rows_of(hit.caches, n), rows_of(real.donor, n))), tier
+            logits = following_logits(real.model, hit.caches, following, 3, CHUNK)
+            if ON_CPU:
+                assert_same_logits(logits, theirs, tier)
 
 
 def test_a_real_model_in_a_new_process(real: RealRun) -> None:
@@ -355,4 +356,5 @@ def test_a_real_model_in_a_new_process(real: RealRun) -> None:
     }
     for (_, _, n), answer in zip(requests, after_restart(real.directory, order), strict=True):
         logits = following_logits(real.model, trimmed_copy(real.donor, n), following, 2, CHUNK)
-        assert answer == [n, n, digest_of(logits)]
+        assert answer[:3] == [n, n, digest_of(rows_of(real.donor, n))]
+        assert answer[3] == digest_of(logits) or not ON_CPU

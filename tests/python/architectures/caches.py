@@ -124,3 +124,11 @@ def in_temporal_order(caches: Sequence[Any]) -> list[Any]:
             leaf.keys, leaf.values = leaf._temporal_order(leaf.keys), leaf._temporal_order(leaf.values)
             leaf._idx = leaf.keys.shape[2]
     return caches
+
+
+def without_room(caches: Sequence[Any]) -> list[Any]:
+    """The same rows in arrays that end with them: how a GPU's attention rounds depends on how far apart heads lie."""
+    for leaf in leaves(caches):
+        if type(leaf).__name__ == "KVCache" and leaf.keys is not None:
+            leaf.keys, leaf.values = (mx.contiguous(rows[..., : leaf.offset, :]) for rows in (leaf.keys, leaf.values))
+    return list(caches)
