@@ -124,6 +124,24 @@ def write_seconds(path: Path, source: Memory, *, sync: bool) -> float:
     return time.perf_counter() - started
 
 
+def write_files_seconds(folder: Path, size: int, count: int, source: Memory) -> float:
+    """Seconds to write ``count`` new files of ``size`` bytes from ``source`` to the page cache, from one thread."""
+    seconds, at = 0.0, 0
+    for number in range(count):
+        path = folder / f"plain-{number}"
+        at = at if at + size <= source.size else 0
+        view = source.view(at, at + size)
+        started = time.perf_counter()
+        with open(path, "wb", buffering=0) as file:
+            while view:
+                view = view[file.write(view) :]
+        seconds += time.perf_counter() - started
+        at += size
+    for number in range(count):
+        (folder / f"plain-{number}").unlink()
+    return seconds
+
+
 def drop_from_page_cache(files: Sequence[Path]) -> None:
     """Makes the next read of these files come from the disk (where the system has posix_fadvise)."""
     for path in files:
