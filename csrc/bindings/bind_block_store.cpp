@@ -76,6 +76,7 @@ nb::dict to_dict(const StoreStats& stats) {
   add("gathered_ram_bytes", stats.gathered_ram_bytes);
   add("gathered_disk_bytes", stats.gathered_disk_bytes);
   add("gathered_device_bytes", stats.gathered_device_bytes);
+  add("device_refusals", stats.device_refusals);
   add("corrupt_parts", stats.corrupt_parts);
   add("lost_parts", stats.lost_parts);
   add("evicted_ram_parts", stats.evicted_ram_parts);

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <climits>
 #include <cmath>
 #include <cstring>
 #include <thread>
@@ -65,9 +66,13 @@ class PosixFile : public ReadableFile {
     return Status::ok();
   }
 
-  void will_read(std::uint64_t offset, std::uint64_t size) const override {
-#ifdef POSIX_FADV_WILLNEED
-    if (fd_ >= 0) ::posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(size), POSIX_FADV_WILLNEED);
+  void will_read([[maybe_unused]] std::uint64_t offset, [[maybe_unused]] std::uint64_t size) const override {
+    if (fd_ < 0) return;
+#ifdef F_RDADVISE
+    radvisory wanted{static_cast<off_t>(offset), static_cast<int>(std::min<std::uint64_t>(size, INT_MAX))};
+    ::fcntl(fd_, F_RDADVISE, &wanted);
+#elif defined(POSIX_FADV_WILLNEED)
+    ::posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(size), POSIX_FADV_WILLNEED);
 #endif
   }
 

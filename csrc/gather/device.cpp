@@ -17,6 +17,11 @@ mx::array upload(const std::vector<std::uint64_t>& words) {
   return mx::array(words.data(), {static_cast<mx::ShapeElem>(words.size())}, mx::uint64);
 }
 
+// Whatever the caller's default device is. Tests launch on the CPU.
+mx::StreamOrDevice gpu() {
+  return mx::is_available(mx::Device::gpu) ? mx::StreamOrDevice(mx::Device(mx::Device::gpu)) : mx::StreamOrDevice();
+}
+
 // A launch has kSlabsALaunch slabs.
 void bind_slabs(std::span<const mx::array> slabs, std::vector<mx::array>& inputs) {
   if (slabs.empty() || slabs.size() > kSlabsALaunch) {
@@ -28,11 +33,18 @@ void bind_slabs(std::span<const mx::array> slabs, std::vector<mx::array>& inputs
 
 }  // namespace
 
-mx::fast::CustomKernelFunction KernelGather::kernel_for(const KernelText& text) const {
+std::vector<mx::array> KernelGather::launch(const KernelText& text, std::vector<mx::array> inputs,
+                                            std::span<const mx::Shape> shapes, mx::Dtype dtype,
+                                            std::tuple<int, int, int> grid) const {
+  // MLX's own tables of kernels are not for several threads at once.
   std::lock_guard lock(mutex_);
   auto found = kernels_.find(text.name);
   if (found == kernels_.end()) found = kernels_.emplace(text.name, compile_(text)).first;
-  return found->second;
+  auto made = found->second(inputs, {shapes.begin(), shapes.end()}, std::vector<mx::Dtype>(shapes.size(), dtype), grid,
+                            {text.lanes, 1, 1}, {}, std::nullopt, false, gpu());
+  // The device begins while the next launch is described.
+  mx::async_eval(made);
+  return made;
 }
 
 std::vector<mx::array> KernelGather::start(const KernelRequest& request, std::span<const mx::array> slabs,
@@ -49,18 +61,25 @@ std::vector<mx::array> KernelGather::start(const KernelRequest& request, std::sp
   const int groups = static_cast<int>(table.groups) * table.tile.lanes;
 
   std::vector<mx::array> made;
-  for (const int outputs : split_outputs(static_cast<int>(shapes.size()))) {
-    const auto first = static_cast<mx::ShapeElem>(table.tensors_at + made.size());
-    std::vector<mx::array> inputs = {words, mx::slice(words, {first}, {end})};
-    bind_slabs(slabs, inputs);
-    const auto text = kernel_text(language_, table.unit_bytes, kSlabsALaunch, outputs, dtype, table.tile);
-    const auto some_shapes = shapes.subspan(made.size(), static_cast<std::size_t>(outputs));
-    auto some = kernel_for(text)(
-        inputs, {some_shapes.begin(), some_shapes.end()}, std::vector<mx::Dtype>(some_shapes.size(), dtype),
-        {groups, static_cast<int>(request.heads), outputs}, {table.tile.lanes, 1, 1}, {}, std::nullopt, false, {});
-    // The device begins while the next launch is described.
-    mx::async_eval(some);
-    made.insert(made.end(), some.begin(), some.end());
+  try {
+    for (const int outputs : split_outputs(static_cast<int>(shapes.size()))) {
+      const auto first = static_cast<mx::ShapeElem>(table.tensors_at + made.size());
+      std::vector<mx::array> inputs = {words, mx::slice(words, {first}, {end}, gpu())};
+      bind_slabs(slabs, inputs);
+      const auto text = kernel_text(language_, table.unit_bytes, kSlabsALaunch, outputs, dtype, table.tile);
+      const auto some_shapes = shapes.subspan(made.size(), static_cast<std::size_t>(outputs));
+      const auto some =
+          launch(text, std::move(inputs), some_shapes, dtype, {groups, static_cast<int>(request.heads), outputs});
+      made.insert(made.end(), some.begin(), some.end());
+    }
+  } catch (...) {
+    // Launches before the one that failed read the slabs until they have ended.
+    try {
+      mx::eval(std::move(made));
+    } catch (const std::runtime_error&) {
+      // The first failure is the one that is told.
+    }
+    throw;
   }
   return made;
 }

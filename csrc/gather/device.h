@@ -3,7 +3,7 @@
 // Threads: objects are shared; start() belongs to threads that may evaluate MLX arrays.
 // Errors:  start() throws std::invalid_argument for what make_kernel_table() refuses and for more slabs than a launch
 //          has, std::runtime_error or std::bad_alloc where the device has no memory, no stream of this thread's or no
-//          compiler. Nothing is held then.
+//          compiler. Nothing is held then, and nothing is on its way.
 #pragma once
 
 #include <functional>
@@ -11,6 +11,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include <mlx/array.h>
@@ -45,7 +46,9 @@ class KernelGather : public DeviceGather {
                                       std::span<const mlx::core::Shape> shapes) const override;
 
  private:
-  mlx::core::fast::CustomKernelFunction kernel_for(const KernelText& text) const;
+  std::vector<mlx::core::array> launch(const KernelText& text, std::vector<mlx::core::array> inputs,
+                                       std::span<const mlx::core::Shape> shapes, mlx::core::Dtype dtype,
+                                       std::tuple<int, int, int> grid) const;
 
   const std::string name_;
   const KernelLanguage language_;

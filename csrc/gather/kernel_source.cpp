@@ -1,5 +1,6 @@
 #include "gather/kernel_source.h"
 
+#include <functional>
 #include <stdexcept>
 
 #include "gather/kernel_text.h"
@@ -63,12 +64,7 @@ KernelText kernel_text(KernelLanguage language, int unit_bytes, int slabs, int o
   text.inputs = {"table", "tensors"};
   text.inputs.insert(text.inputs.end(), arenas.begin(), arenas.end());
   text.outputs = numbered("out", outputs);
-  // What the text depends on, and the outputs' type, which MLX writes into the kernel's signature.
-  text.name = "prefixcache_gather";
-  for (int part : {unit_bytes, slabs, outputs, static_cast<int>(dtype.val()), tile.lanes, tile.loads}) {
-    text.name += '_';
-    text.name += std::to_string(part);
-  }
+  text.lanes = tile.lanes;
   text.header = define("GATHER_UNIT_BYTES", unit_bytes) + define("GATHER_LANES", tile.lanes) +
                 define("GATHER_LOADS", tile.loads) + (metal ? kMetalText : kCudaText);
   text.source = metal ? "GATHER_BEGIN(table, tensors, threadgroup_position_in_grid)\n"
@@ -76,6 +72,14 @@ KernelText kernel_text(KernelLanguage language, int unit_bytes, int slabs, int o
   append_choice(text.source, "ARENA", arenas);
   append_choice(text.source, "OUTPUT", text.outputs);
   text.source += metal ? "GATHER_END(thread_position_in_threadgroup)\n" : "GATHER_END(threadIdx)\n";
+  // What the text depends on, the outputs' type, which MLX writes into the kernel's signature, and the text itself.
+  text.name = "prefixcache_gather";
+  for (int part : {unit_bytes, slabs, outputs, static_cast<int>(dtype.val()), tile.lanes, tile.loads}) {
+    text.name += '_';
+    text.name += std::to_string(part);
+  }
+  const std::hash<std::string> digest;
+  text.name += '_' + std::to_string(digest(text.header) ^ (digest(text.source) << 1));
   return text;
 }
 

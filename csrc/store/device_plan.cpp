@@ -67,17 +67,18 @@ gather::KernelRequest GatherPlan::request_for(const gather::KernelRequest& base,
   return request;
 }
 
-void GatherPlan::start(const gather::DeviceGather& device, const gather::KernelRequest& request,
-                       std::span<const mlx::core::array> slabs, std::span<const std::size_t> slots) {
+std::optional<std::string> GatherPlan::start(const gather::DeviceGather& device, const gather::KernelRequest& request,
+                                             std::span<const mlx::core::array> slabs,
+                                             std::span<const std::size_t> slots) {
   std::vector<mlx::core::Shape> shapes;
   for (const std::size_t slot : slots) shapes.push_back(slots_[slot].shape);
   std::vector<mlx::core::array> made;
   try {
     // No memory, no stream of this thread's, no compiler: the CPU's copy may still find what it needs.
-    if (why_no_memory([&] { made = device.start(request, slabs, shapes); })) return;
-  } catch (const std::invalid_argument&) {
+    if (auto why = why_no_memory([&] { made = device.start(request, slabs, shapes); })) return why;
+  } catch (const std::invalid_argument& e) {
     // More than a launch can do.
-    return;
+    return e.what();
   }
   for (std::size_t i = 0; i < slots.size(); ++i) {
     const Slot& slot = slots_[slots[i]];
@@ -85,13 +86,14 @@ void GatherPlan::start(const gather::DeviceGather& device, const gather::KernelR
     by_device_.push_back(slots[i]);
     device_bytes_ += static_cast<std::uint64_t>(slot.rows) * slot.outer * slot.row_bytes;
   }
+  return std::nullopt;
 }
 
-void GatherPlan::start(const gather::DeviceGather& device) {
+std::optional<std::string> GatherPlan::start(const gather::DeviceGather& device) {
   arrays_.resize(slots_.size());
   gather::KernelRequest base;
   std::vector<mlx::core::array> slabs;
-  if (!find_slabs(slabs, base)) return;
+  if (!find_slabs(slabs, base)) return std::nullopt;
   // A launch has outputs of one form.
   using Form = std::tuple<mlx::core::Dtype::Val, std::size_t, std::size_t>;
   std::map<Form, std::vector<std::size_t>> forms;
@@ -100,14 +102,21 @@ void GatherPlan::start(const gather::DeviceGather& device) {
     if (slot.seq_axis == kNoSeqAxis || slot.outer * slot.row_bytes == 0) continue;
     forms[{slot.dtype.val(), slot.outer, slot.row_bytes}].push_back(i);
   }
-  for (const auto& [form, slots] : forms) start(device, request_for(base, slots), slabs, slots);
+  std::optional<std::string> refused;
+  for (const auto& [form, slots] : forms) {
+    if (auto why = start(device, request_for(base, slots), slabs, slots)) refused = std::move(why);
+  }
+  return refused;
 }
 
 Status GatherPlan::finish() {
   if (by_device_.empty()) return Status::ok();
-  std::vector<mlx::core::array> pending;
-  for (const std::size_t slot : by_device_) pending.push_back(*arrays_[slot]);
-  const auto why = why_no_memory([&] { mlx::core::eval(std::move(pending)); });
+  const auto why = why_no_memory([&] {
+    std::vector<mlx::core::array> pending;
+    for (const std::size_t slot : by_device_) pending.push_back(*arrays_[slot]);
+    mlx::core::eval(std::move(pending));
+  });
+  by_device_.clear();
   return why ? Status{StatusCode::Full, *why} : Status::ok();
 }
 

@@ -53,7 +53,7 @@ Status GatherPlan::make(const GatherRequest& request, std::span<const Source> so
   if (names.empty()) {
     for (const auto& tensor : sources.front().header().tensors) names.push_back(tensor.name);
     for (std::size_t i = 1; i < sources.size(); ++i) {
-      if (out.like_last_[i] || sources[i].header().tensors.size() == names.size()) continue;
+      if (sources[i].header().tensors.size() == names.size()) continue;
       bad_block = i;
       return {StatusCode::Corrupt, "block " + std::to_string(i) + " has other slots than the blocks before it"};
     }
@@ -176,37 +176,47 @@ Status GatherPlan::allocate() {
 std::vector<Status> GatherPlan::run(gather::ThreadPool& threads, Verify verify) {
   std::vector<Status> results(blocks_.size());
   std::mutex mutex;
-  const std::size_t slots = by_cpu_.size();
-  const auto one = [&](std::size_t slot, std::size_t block) {
-    Status status = copy(slots_[by_cpu_[slot]], block, verify);
+  const auto copy_one = [&](std::size_t slot, std::size_t block) {
+    Status status = copy(slots_[slot], block, verify);
     if (status.is_ok()) return;
     std::lock_guard lock(mutex);
     results[block] = std::move(status);
   };
-  if (needs_disk()) {
-    // A disk is fastest with a file read from its beginning to its end by each thread.
-    threads.parallel_for(blocks_.size(), [&](std::size_t block) {
-      const auto& file = sources_[block].file;
-      const bool cold = file != nullptr && !file->in_memory();
-      if (cold) file->read_in_order(true);
-      for (std::size_t slot = 0; slot < slots; ++slot) one(slot, block);
-      if (cold) file->read_in_order(false);
-    });
-  } else {
+  std::vector<std::size_t> from_disk;
+  std::vector<std::size_t> in_memory;
+  for (std::size_t i = 0; i < blocks_.size(); ++i) {
+    const auto& file = sources_[i].file;
+    (file != nullptr && !file->in_memory() ? from_disk : in_memory).push_back(i);
+  }
+  // A disk is fastest with files that are read from their beginning to their end; all threads are to have something.
+  const std::size_t slots = by_cpu_.size();
+  const std::size_t files = std::max<std::size_t>(from_disk.size(), 1);
+  const std::size_t pieces = std::min((static_cast<std::size_t>(threads.threads()) + files - 1) / files, slots);
+  const auto read_piece = [&](std::size_t block, std::size_t piece) {
+    const PartFile::InOrder in_order(*sources_[block].file);
+    const auto order = in_file_order(block);
+    for (std::size_t i = slots * piece / pieces; i < slots * (piece + 1) / pieces; ++i) copy_one(order[i], block);
+  };
+  const std::size_t reads = from_disk.size() * pieces;
+  const std::size_t copies = in_memory.size() * slots;
+  threads.parallel_for(reads + copies + slots, [&](std::size_t i) {
+    if (i < reads) return read_piece(from_disk[i / pieces], i % pieces);
+    i -= reads;
+    if (i >= copies) return clear_spare_rows(slots_[by_cpu_[i - copies]]);
     // Diagonally: threads side by side work on different arrays, so that they do not both fault on (and clear) one huge
     // page, and on different files, whose pages they map.
-    threads.parallel_for(slots * blocks_.size(), [&](std::size_t i) {
-      const std::size_t slot = i % slots;
-      one(slot, (i / slots + slot) % blocks_.size());
-    });
-  }
-  threads.parallel_for(slots, [&](std::size_t i) { clear_spare_rows(slots_[by_cpu_[i]]); });
+    const std::size_t slot = i % slots;
+    copy_one(by_cpu_[slot], in_memory[(i / slots + slot) % in_memory.size()]);
+  });
   return results;
 }
 
-bool GatherPlan::needs_disk() const {
-  return std::any_of(sources_.begin(), sources_.end(),
-                     [](const Source& source) { return source.file != nullptr && !source.file->in_memory(); });
+std::vector<std::size_t> GatherPlan::in_file_order(std::size_t block) const {
+  const auto& tensors = sources_[block].header().tensors;
+  const auto place = [&](std::size_t slot) { return tensors[slots_[slot].tensors[block]].offset; };
+  std::vector<std::size_t> order(by_cpu_);
+  std::sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) { return place(a) < place(b); });
+  return order;
 }
 
 Status GatherPlan::copy(const Slot& slot, std::size_t block, Verify verify) const {

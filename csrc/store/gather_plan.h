@@ -37,9 +37,14 @@ class GatherPlan {
   static Status make(const GatherRequest& request, std::span<const Source> sources, GatherPlan& out,
                      std::size_t& bad_block);
 
+  GatherPlan() = default;
+  ~GatherPlan() { finish(); }
+  GatherPlan(GatherPlan&&) = default;
+  GatherPlan& operator=(GatherPlan&&) = default;
+
   // Has the device gather the slots of which all rows lie in its arena. What it cannot do, for whatever reason, is left
-  // to run().
-  void start(const gather::DeviceGather& device);
+  // to run(). Returns what the device said where it refused something.
+  std::optional<std::string> start(const gather::DeviceGather& device);
 
   // Fresh arrays for the other results. Full where the device has no memory for them.
   Status allocate();
@@ -47,7 +52,7 @@ class GatherPlan {
   // Copies into these. Returns for each block what went wrong with it, all Ok if nothing did.
   std::vector<Status> run(gather::ThreadPool& threads, Verify verify);
 
-  // Waits for the device. Full where it could not do what it had begun.
+  // Waits for the device, which reads the sources until then. Full where it could not do what it had begun.
   Status finish();
 
   std::vector<GatheredSlot> take_results();
@@ -72,23 +77,24 @@ class GatherPlan {
   Status add_slot(const GatherRequest& request, const std::string& name, std::size_t& bad_block);
   Status plan_rows(const GatherRequest& request, std::size_t& bad_block);
   Status copy(const Slot& slot, std::size_t block, Verify verify) const;
-  bool needs_disk() const;
+  // Slots that the CPU copies, in the order in which their tensors lie in this block's file.
+  std::vector<std::size_t> in_file_order(std::size_t block) const;
   Status copy_bytes(const Slot& slot, std::size_t block, std::span<const std::uint8_t> tensor,
                     std::span<const std::uint8_t> guarded, bool check) const;
   Status check_room() const;
   static void clear_spare_rows(const Slot& slot);
   bool find_slabs(std::vector<mlx::core::array>& slabs, gather::KernelRequest& request) const;
   gather::KernelRequest request_for(const gather::KernelRequest& base, std::span<const std::size_t> slots) const;
-  void start(const gather::DeviceGather& device, const gather::KernelRequest& request,
-             std::span<const mlx::core::array> slabs, std::span<const std::size_t> slots);
+  std::optional<std::string> start(const gather::DeviceGather& device, const gather::KernelRequest& request,
+                                   std::span<const mlx::core::array> slabs, std::span<const std::size_t> slots);
 
   std::span<const Source> sources_;
   std::vector<BlockRows> blocks_;
   std::vector<bool> like_last_;  // its tensors are those of the block before it
   std::vector<Slot> slots_;
   std::vector<std::optional<mlx::core::array>> arrays_;
-  std::vector<std::size_t> by_cpu_;  // numbers of slots
-  std::vector<std::size_t> by_device_;
+  std::vector<std::size_t> by_cpu_;     // numbers of slots
+  std::vector<std::size_t> by_device_;  // begun and not waited for
   std::vector<std::uint64_t> block_bytes_;
   std::uint64_t device_bytes_ = 0;
 };

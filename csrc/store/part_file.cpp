@@ -48,14 +48,27 @@ struct Pages {
 
 bool PartFile::in_memory() const {
   if (mapping_.empty()) return true;
-  // Not the header's.
-  const Pages middle(mapping_.subspan(mapping_.size() / 2, 1));
+  const Pages middle(mapping_.subspan(data_offset_ + (mapping_.size() - data_offset_) / 2, 1));
+  // Read with the header.
+  const auto begin = reinterpret_cast<std::uintptr_t>(mapping_.data());
+  if (middle.begin < begin + std::max(kHeaderRead, data_offset_)) return true;
   Residence resident = 1;
   return ::mincore(reinterpret_cast<void*>(middle.begin), 1, &resident) != 0 || (resident & 1) != 0;
 }
 
-void PartFile::read_in_order(bool on) const {
-  if (!mapping_.empty()) Pages(mapping_).advise(on ? MADV_SEQUENTIAL : MADV_NORMAL);
+void PartFile::advise(int advice) const {
+  const Pages pages(mapping_);
+  // What begins within a page is no mapping of its own.
+  if (!mapping_.empty() && pages.begin == reinterpret_cast<std::uintptr_t>(mapping_.data())) pages.advise(advice);
+}
+
+PartFile::InOrder::InOrder(PartFile& file) : file_(file) {
+  if (file_.in_order_.fetch_add(1) == 0) file_.advise(MADV_SEQUENTIAL);
+}
+
+PartFile::InOrder::~InOrder() {
+  // What is gone through in order is thrown away first; what was read is to stay.
+  if (file_.in_order_.fetch_sub(1) == 1) file_.advise(MADV_NORMAL);
 }
 
 void PartFile::bring_in(std::size_t tensor) {

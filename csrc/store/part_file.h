@@ -34,10 +34,21 @@ class PartFile {
   // Whether the digest of this tensor was compared since the file was opened.
   bool verified(std::size_t tensor) const { return verified_[tensor].load(std::memory_order_acquire); }
   void set_verified(std::size_t tensor) { verified_[tensor].store(true, std::memory_order_release); }
-  // Whether the bytes need no disk, as far as one page of them tells: what was read or written lately is there whole.
+  // Whether the tensors need no disk, as far as one page of them tells: what was read or written lately is there whole.
   bool in_memory() const;
-  // Lets the system read far ahead while the file is gone through.
-  void read_in_order(bool on) const;
+
+  // While one of these lives the system reads far ahead in the file, which is gone through from low to high offsets.
+  class InOrder {
+   public:
+    explicit InOrder(PartFile& file);
+    ~InOrder();
+    InOrder(const InOrder&) = delete;
+    InOrder& operator=(const InOrder&) = delete;
+
+   private:
+    PartFile& file_;
+  };
+
   // Before a tensor's bytes are read from the mapping: its pages come in with one call instead of a fault for each. A
   // failure shows when the bytes are read. Costs something once for each tensor.
   void bring_in(std::size_t tensor);
@@ -45,12 +56,15 @@ class PartFile {
   bool first_touch(std::size_t tensor) { return !touched_[tensor].exchange(true, std::memory_order_relaxed); }
 
  private:
+  void advise(int advice) const;
+
   std::unique_ptr<ReadableFile> file_;
   std::span<const std::uint8_t> mapping_;
   layout::PartHeader header_;
   std::uint64_t data_offset_ = 0;
   std::unique_ptr<std::atomic<bool>[]> verified_;
   std::unique_ptr<std::atomic<bool>[]> touched_;
+  std::atomic<int> in_order_{0};
 };
 
 }  // namespace prefixcache::store

@@ -47,11 +47,11 @@ Status check_part(Env& env, const std::string& path, bool data, PartSummary& out
   if (Status status = env.open(path, opened); !status.is_ok()) return status;
   std::shared_ptr<store::PartFile> file;
   if (Status status = store::PartFile::open(std::move(opened), path, name, file); !status.is_ok()) return status;
-  if (data) file->read_in_order(true);
   const layout::PartHeader& header = file->header();
   PartSummary summary{header.row_lo, header.row_hi, header.tokens.size(), header.tensors.size(), 0};
   for (const auto& tensor : header.tensors) summary.tensor_bytes += tensor.nbytes;
   out = summary;
+  const store::PartFile::InOrder in_order(*file);
   for (const auto& tensor : header.tensors) {
     if (!data) break;
     if (Status status = check_tensor(*file, tensor, path); !status.is_ok()) return status;

@@ -1,5 +1,6 @@
 // store_files.cpp: part files of the store, from their names to mappings.
 #include <algorithm>
+#include <cerrno>
 
 #include "store/gather_job.h"
 #include "store/store_impl.h"
@@ -11,7 +12,11 @@ namespace {
 // Each open part is a mapping; systems allow some tens of thousands for a process.
 constexpr std::size_t kMostOpenFiles = 4096;
 // Each has a descriptor until it is mapped.
-constexpr std::size_t kOpenedAtOnce = 64;
+constexpr std::size_t kOpenedAtOnce = 16;
+
+bool lacks_descriptors(const Status& status) {
+  return status.error_number() == EMFILE || status.error_number() == ENFILE;
+}
 
 }  // namespace
 
@@ -68,8 +73,10 @@ Status StoreImpl::begin_open(const Key& key, Part part, Opening& opening, Source
   }
   if (Status status = directory_->check_way(opening.name); !status.is_ok()) return status;
   opening.path = directory_->path_of(opening.name);
-  if (Status status = env_.open(opening.path, opening.file); !status.is_ok()) return status;
-  opening.file->will_read(0, kHeaderRead);
+  std::unique_ptr<ReadableFile> file;
+  if (Status status = env_.open(opening.path, file); !status.is_ok()) return status;
+  file->will_read(0, kHeaderRead);
+  opening.file = std::move(file);
   return Status::ok();
 }
 
@@ -137,6 +144,11 @@ void StoreImpl::open_sources(GatherJob& job) {
       const std::size_t block = closed[first + i];
       if (openings[i].file) job.found[block] = end_open(openings[i], job.sources[block]);
     });
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::size_t block = closed[first + i];
+      // One at a time, as mapped files need none.
+      if (lacks_descriptors(job.found[block])) job.found[block] = open_file_now(keys[block], part, job.sources[block]);
+    }
   }
   // Others may have removed them. The deepest block goes first: while it is there, so are those before it.
   if (open.empty() || has_file(keys[open.back()], part)) return;

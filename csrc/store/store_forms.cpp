@@ -14,8 +14,8 @@ constexpr std::size_t kMostForms = 256;
 std::string form_text(const layout::PartHeader& header, bool with_rows) {
   std::string text;
   for (const auto& tensor : header.tensors) {
-    text += tensor.name;
-    text += '\0';
+    // A name may hold any character: only its length tells where it ends.
+    text += std::to_string(tensor.name.size()) + ':' + tensor.name;
     text += std::to_string(static_cast<int>(tensor.dtype.val()));
     for (std::size_t d = 0; d < tensor.shape.size(); ++d) {
       const bool rows = static_cast<int>(d) == tensor.seq_axis;
@@ -56,8 +56,12 @@ void StoreImpl::prepare_device(const std::shared_ptr<Image>& image) {
   GatherPlan plan;
   std::size_t bad_block = 0;
   if (!GatherPlan::make(request, sources, plan, bad_block).is_ok()) return;
-  plan.start(*device_);
+  const auto why_not = plan.start(*device_);
   plan.finish();
+  if (why_not) {
+    Lock lock(mutex_);
+    stats_.last_error = *why_not;
+  }
 }
 
 }  // namespace prefixcache::store

@@ -126,7 +126,7 @@ Gathered StoreImpl::gather_checked(const std::shared_ptr<GatherJob>& job) {
     }
     return fail(bad_block, status);
   }
-  if (device_ != nullptr && !from_disk) job->plan.start(*device_);
+  const auto refused = device_ != nullptr && !from_disk ? job->plan.start(*device_) : std::nullopt;
   if (Status status = job->plan.allocate(); !status.is_ok()) return fail(0, status);
   double bytes = 0;
   for (std::size_t i = 0; i < job->sources.size(); ++i) {
@@ -143,6 +143,11 @@ Gathered StoreImpl::gather_checked(const std::shared_ptr<GatherJob>& job) {
     if (!copied[i].is_ok()) return fail(i, copied[i]);
   }
   take_results(*job, result);
+  if (refused) {
+    Lock lock(mutex_);
+    ++stats_.device_refusals;
+    stats_.last_error = *refused;
+  }
   return result;
 }
 

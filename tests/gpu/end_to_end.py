@@ -181,6 +181,9 @@ def measure(model: Any, tokenizer: Any, length: int, rounds: int) -> int:
                 raise SystemExit(f"not stored: {stored}")
             cache.flush()
             wrong = list(bench.differences(cache, "ram"))
+            stats = cache.stats()
+            if mx.default_device() != mx.Device(mx.cpu) and not stats["gathered_device_bytes"]:
+                wrong.append(f"the kernel copied nothing: {stats['last_error']}")
             rows = [bench.cold(), bench.missed(cache), bench.warm(cache, "ram")]
         with opened(Path(folder), model, 0) as cache:
             wrong += bench.differences(cache, "ssd")

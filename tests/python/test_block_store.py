@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,29 @@ class TestIndex:
         assert store.stats()["ram_bytes"] == 0
         on_disk = store.presence([key(1), key(2)]) != [{}, {}]
         assert on_disk == (held == 0)
+
+
+@pytest.mark.skipif(mx.default_device() == mx.Device(mx.cpu), reason="MLX's default device is the CPU")
+class TestDevice:
+    """The kernel itself gathers; what it refused the CPU would have copied to the same bytes."""
+
+    # Rows that move in units of 16, 4 and 1 bytes.
+    @pytest.mark.parametrize(("dtype", "width"), [("float16", 64), ("bfloat16", 6), ("float32", 5), ("uint8", 3)])
+    def test_the_kernel_runs(self, dtype: str, width: int) -> None:
+        array = numbered((2, 48, width), dtype)
+        # Several slabs, each of a few parts.
+        with closing(open_store(ram_bytes=1 << 20)) as store:
+            for i in range(3):
+                slots = [(name, array[:, 16 * i : 16 * (i + 1)], 1, 0) for name in ("k", "v")]
+                put(store, slots, 16 * i, 16 * (i + 1), i + 1, key(i) if i else ROOT)
+            for lo, hi, capacity in ((0, 48, 48), (5, 43, 300)):
+                hit = store.gather([key(1), key(2), key(3)], lo, hi, capacity)
+                for found in hit.take_slots().values():
+                    assert same(found[:, : hi - lo], array[:, lo:hi])
+                    assert not found[:, hi - lo :].any().item()
+            stats = store.stats()
+            assert stats["device_refusals"] == 0, stats["last_error"]
+            assert stats["gathered_device_bytes"] == stats["gathered_ram_bytes"] > 0
 
 
 class TestMisuse:

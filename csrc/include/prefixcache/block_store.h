@@ -117,6 +117,7 @@ struct StoreStats {
   std::uint64_t gathered_ram_bytes = 0;
   std::uint64_t gathered_disk_bytes = 0;
   std::uint64_t gathered_device_bytes = 0;  // those of them that a GPU's kernel copied
+  std::uint64_t device_refusals = 0;        // gathers of which the kernel refused something: the CPU copied it
   std::uint64_t corrupt_parts = 0;          // forgotten because a check failed
   std::uint64_t lost_parts = 0;             // in the index, but the file was gone
   std::uint64_t evicted_ram_parts = 0;

@@ -107,24 +107,90 @@ TEST_F(BlockStoreTest, ReopeningFindsEverythingWithoutOpeningAFile) {
 }
 
 TEST_F(BlockStoreTest, BlocksOnTheDiskAlonePartlyInMemoryAndInRamGiveTheSameRows) {
-  // More than are opened at once.
-  const auto blocks = chain(150, 4);
-  prepare(blocks);
+  // More files than are opened at once, of tensors that do not lie in the order of their slots.
+  const std::vector<testing::SlotSpec> specs = {{"a", mlx::core::uint8, {2, 0, 1024}, 1},
+                                                {"b", mlx::core::float32, {0, 16 * 1024}, 0},
+                                                {"c", mlx::core::float16, {0, 16 * 1024}, 0}};
+  const auto blocks = chain(40, 4);
+  prepare(blocks, specs);
   const std::vector<testing::Block> first(blocks.begin(), blocks.begin() + 5);
-  for (const std::size_t every : {1, 3}) {
-    for (std::size_t i = 0; i < blocks.size(); i += every) {
-      if (!testing::drop_from_memory(file_of(blocks[i]))) GTEST_SKIP() << "this system drops no file from memory";
+  const auto drop = [&](std::size_t from, std::size_t every) {
+    for (std::size_t i = from; i < blocks.size(); i += every) {
+      if (!testing::drop_from_memory(file_of(blocks[i]))) return false;
     }
-    const auto store = open();
-    expect_chain(*store, blocks);
-    // Once more with the files mapped, and with some blocks in RAM.
-    for (const auto& block : blocks) testing::drop_from_memory(file_of(block));
-    expect_chain(*store, blocks);
-    options_.ram_bytes = 1 << 20;
-    const auto with_ram = open();
-    put_chain(*with_ram, first);
-    expect_chain(*with_ram, blocks);
+    return true;
+  };
+  if (!drop(0, 1)) GTEST_SKIP() << "this system drops no file from memory";
+  // All, every third, one.
+  for (const auto& [from, every] : {std::pair{0, 1}, {0, 3}, {17, 100}}) {
     options_.ram_bytes = 0;
+    drop(from, every);
+    expect_chain(*open(), blocks, specs);
+    options_.ram_bytes = 8 << 20;
+    const auto with_ram = open();
+    put_chain(*with_ram, first, specs);
+    drop(from, every);
+    expect_chain(*with_ram, blocks, specs);
+  }
+}
+
+TEST_F(BlockStoreTest, FewDescriptorsAreEnoughForManyFiles) {
+  const auto blocks = chain(70, 4);
+  prepare(blocks);
+  env_.most_descriptors = 3;
+  expect_chain(*open(), blocks);
+}
+
+// Each time while a fetch has opened the file, and read nothing of it.
+TEST_F(BlockStoreTest, FilesThatChangeWhileTheyAreOpenedGiveRightRowsOrNone) {
+  const auto blocks = chain(3, 4);
+  const auto& middle = blocks[1];
+  BlockStore* current = nullptr;
+  const std::vector<std::pair<const char*, std::function<void(const std::string&)>>> changes = {
+      {"erased", [&](const std::string&) { current->erase(std::vector{middle.key}, std::vector{Part::kv}); }},
+      {"put again",
+       [&](const std::string&) {
+         current->erase(std::vector{middle.key}, std::vector{Part::kv});
+         put_block(*current, middle);
+       }},
+      {"unlinked", [](const std::string& path) { fs::remove(path); }},
+      {"truncated", [](const std::string& path) { fs::resize_file(path, fs::file_size(path) - 1); }},
+      {"emptied", [](const std::string& path) { fs::resize_file(path, 0); }},
+      {"damaged", [](const std::string& path) { testing::flip_bit(path, fs::file_size(path) - 1); }},
+      {"replaced",
+       [&](const std::string& path) {
+         fs::remove(path);
+         fs::copy_file(file_of(blocks[2]), path);
+       }},
+  };
+  for (const auto& [what, change] : changes) {
+    SCOPED_TRACE(what);
+    fs::remove_all(options_.directory);
+    prepare(blocks);
+    const auto store = open();
+    current = store.get();
+    bool done = false;
+    env_.on_will_read = [&, name = file_of(middle).string(), act = change](const std::string& path) {
+      if (path == name && !std::exchange(done, true)) act(path);
+    };
+    const auto right_or_none = [&](BlockStore& some) {
+      const auto gathered = some.gather(request_for(blocks));
+      if (gathered.status.is_ok()) {
+        testing::expect_rows(gathered, blocks, 0, blocks.back().depth, -1);
+      } else {
+        EXPECT_LE(gathered.good, 1u);
+      }
+      // What is put anew is right.
+      put_chain(some, blocks);
+      ASSERT_TRUE(some.flush().is_ok());
+      expect_chain(some, blocks);
+      ASSERT_TRUE(some.close().is_ok());
+    };
+    right_or_none(*store);
+    EXPECT_TRUE(done);
+    env_.on_will_read = nullptr;
+    right_or_none(*open());
+    expect_chain(*open(), blocks);
   }
 }
 

@@ -105,14 +105,13 @@ TEST_F(PartFileTest, KnowsWhetherItNeedsTheDisk) {
   if (!testing::drop_from_memory(path_)) GTEST_SKIP() << "this system drops no file from memory";
   ASSERT_TRUE(open().is_ok());
   if (file_->in_memory()) GTEST_SKIP() << "this file system keeps its files in memory";
-  file_->read_in_order(true);
   for (std::size_t i = 0; i < header_.tensors.size(); ++i) {
+    const PartFile::InOrder in_order(*file_);
     const auto& tensor = file_->header().tensors[i];
     file_->bring_in(i);
     const auto mapped = file_->mapping().subspan(file_->data_offset() + tensor.offset, tensor.nbytes);
     ASSERT_EQ(hash::xxh3_64(mapped), tensor.digest) << i;
   }
-  file_->read_in_order(false);
   EXPECT_TRUE(file_->in_memory());
 }
 

@@ -44,6 +44,7 @@ class StoreContract : public ::testing::TestWithParam<Tiers> {
     options_.verify = GetParam().verify;
     options_.threads = 3;
     options_.env = &env_;
+    options_.disk_wait_seconds = 60;
     if (options_.write != WritePolicy::ram_only) options_.directory = dir_ / "store";
     env_.refuse_to_map = !GetParam().mapped;
     store_ = std::make_unique<store::StoreImpl>(options_, GetParam().arena,
@@ -207,6 +208,34 @@ TEST_P(StoreContract, WholeArraysAndMetaComeFromTheLastBlock) {
   request.slots = {"keys", "scalar"};
   gathered = store_->gather(request);
   testing::expect_rows(gathered, blocks, 0, 12, 12, {specs[3], specs[1]});
+}
+
+TEST_P(StoreContract, NoNameOfASlotLooksLikeSeveralSlots) {
+  using namespace std::string_literals;
+  const auto slots = [](std::initializer_list<std::string> names) {
+    std::vector<testing::SlotSpec> specs;
+    for (const auto& name : names) specs.push_back({name, mx::uint8, {0, 1}, 0});
+    return specs;
+  };
+  std::vector<std::vector<testing::SlotSpec>> forms = {slots({"x", "y"}), slots({"x", "z"}), slots({"x"}),
+                                                       slots({"x", "y", "z"})};
+  for (int dtype = 0; dtype < 14; ++dtype) {
+    const std::string number = std::to_string(dtype);
+    for (const auto& end : {"\0"s + number + "*4,1;", "\0"s + number + ",4,1;", number + "*4,1;1:", ""s}) {
+      forms.push_back(slots({"x" + end + "y"}));
+    }
+  }
+  for (std::size_t i = 0; i < 4; ++i) {
+    for (std::size_t j = 0; j < forms.size(); ++j) {
+      if (i == j) continue;
+      const auto blocks = chain(2, 4, static_cast<std::uint32_t>(100 * i + j));
+      ASSERT_TRUE(put_block(*store_, blocks[0], forms[i]).is_ok());
+      ASSERT_TRUE(put_block(*store_, blocks[1], forms[j]).is_ok());
+      const auto gathered = store_->gather(request_for(blocks));
+      EXPECT_EQ(gathered.status.code(), StatusCode::Corrupt) << i << " and " << forms[j].front().name;
+      EXPECT_EQ(gathered.good, 1u);
+    }
+  }
 }
 
 TEST_P(StoreContract, PartsOfABlockAreApart) {

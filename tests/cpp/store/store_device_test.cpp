@@ -151,6 +151,8 @@ TEST_F(StoreDevice, WhatItCannotDoTheCpuDoes) {
     testing::expect_chain(*store, blocks, many_forms());
     EXPECT_GT(device.started(), 0);
     EXPECT_EQ(store->stats().gathered_device_bytes, 0u);
+    EXPECT_EQ(store->stats().device_refusals, 1u);
+    EXPECT_FALSE(store->stats().last_error.empty());
   }
 }
 

@@ -1,6 +1,7 @@
 #include "store/store_handle.h"
 
 #include <csignal>
+#include <iostream>
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -61,12 +62,16 @@ TEST_F(StoreHandleTest, AForkedOneGetsMissesAndWaitsForNothing) {
                 return closed;
               }),
               0);
+#ifdef __SANITIZE_THREAD__
+    std::cout << "a store opened after a fork is not tried: ThreadSanitizer ends what starts threads there\n";
+#else
     // One that it opens itself is its own.
     EXPECT_EQ(in_a_child([&] {
                 const auto own = BlockStore::open(options_);
                 return found(*own, blocks) == 2 && own->close().is_ok();
               }),
               0);
+#endif
     testing::expect_chain(*store, blocks);
     EXPECT_TRUE(store->clear().is_ok());
   }

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "prefixcache/env.h"
@@ -30,6 +31,10 @@ class FaultyEnv : public Env {
   std::atomic<double> clock_offset{0};
   std::atomic<int> opens{0};
   std::atomic<int> writes{0};
+  // As many files may be open and not mapped at once.
+  std::atomic<int> most_descriptors{1 << 20};
+  // Called with the path of each file that was opened and whose first bytes were asked for.
+  std::function<void(const std::string&)> on_will_read;
   // Called with the path of each file that was just mapped: what happens here happens in the middle of a read.
   std::function<void(const std::string&)> after_map;
   // Replaces the answer of check_private where it is not Ok.
@@ -69,7 +74,9 @@ class FaultyEnv : public Env {
     if (open_error != 0) return failed(open_error, path);
     std::unique_ptr<ReadableFile> real;
     if (Status status = real_.open(path, real); !status.is_ok()) return status;
-    out = std::make_unique<File>(*this, std::move(real), path);
+    auto file = std::make_unique<File>(*this, std::move(real), path);
+    if (*descriptors_ > most_descriptors) return failed(EMFILE, path);
+    out = std::move(file);
     return Status::ok();
   }
 
@@ -106,23 +113,38 @@ class FaultyEnv : public Env {
   class File : public ReadableFile {
    public:
     File(FaultyEnv& env, std::unique_ptr<ReadableFile> real, std::string path)
-        : env_(env), real_(std::move(real)), path_(std::move(path)) {}
+        : env_(env), descriptors_(env.descriptors_), real_(std::move(real)), path_(std::move(path)) {
+      ++*descriptors_;
+    }
     const FileInfo& info() const override { return real_->info(); }
     Status read(std::uint64_t offset, std::span<std::uint8_t> out) const override {
       if (env_.read_error != 0) return failed(env_.read_error, path_);
       return real_->read(offset, out);
     }
+    ~File() override { close(); }
+    void will_read(std::uint64_t offset, std::uint64_t size) const override {
+      real_->will_read(offset, size);
+      if (env_.on_will_read) env_.on_will_read(path_);
+    }
     std::span<const std::uint8_t> map() override {
       if (env_.refuse_to_map) return {};
+      close();
       const auto mapping = real_->map();
       if (env_.after_map) env_.after_map(path_);
       return mapping;
     }
 
    private:
+    // A mapped file has no descriptor any more.
+    void close() {
+      if (!std::exchange(closed_, true)) --*descriptors_;
+    }
+
     FaultyEnv& env_;
+    std::shared_ptr<std::atomic<int>> descriptors_;
     std::unique_ptr<ReadableFile> real_;
     std::string path_;
+    bool closed_ = false;
   };
 
   static Status failed(int number, const std::string& path) {
@@ -141,6 +163,8 @@ class FaultyEnv : public Env {
   bool held_ = false;
   int waiting_ = 0;
   std::set<std::string> named_;
+  // Files may outlive this.
+  std::shared_ptr<std::atomic<int>> descriptors_ = std::make_shared<std::atomic<int>>(0);
 };
 
 }  // namespace prefixcache::testing

@@ -65,9 +65,8 @@ namespace prefixcache::testing {
 namespace mx = mlx::core;
 
 inline shim::Buffer shim_buffer(const std::string& name, const mx::array& array) {
-  shim::Buffer buffer(name, array.nbytes());
-  if (array.nbytes() > 0) std::memcpy(buffer.bytes.data(), array.data<std::uint8_t>(), array.nbytes());
-  return buffer;
+  if (array.nbytes() == 0) return {name, 0};
+  return {name, array.data<std::uint8_t>(), array.nbytes()};
 }
 
 // One launch. Outputs are poisoned; no byte may be written twice, and nothing outside of a buffer read or written.

@@ -33,6 +33,8 @@ class StoreFixture : public ::testing::Test {
     options_.directory = dir_ / "store";
     options_.threads = 2;
     options_.env = &env_;
+    // A machine's disk may stand still for seconds; what a stalled one does has tests of its own.
+    options_.disk_wait_seconds = 60;
   }
   std::unique_ptr<BlockStore> open() { return std::make_unique<store::StoreImpl>(options_, arena_); }
   // Opens, stores, writes, closes.
