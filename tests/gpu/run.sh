@@ -1,12 +1,31 @@
 #!/usr/bin/env bash
-# On a machine with an NVIDIA GPU and MLX's CUDA build (python3 -c 'import mlx.core'):
+# On a machine with an NVIDIA GPU:
+#   tests/gpu/run.sh prepare             sets up .venv-gpu with MLX's CUDA build, prefixcache, mlx-lm and what tests import
+# and there, or where python3 has all of that:
 #   tests/gpu/run.sh [test|bench]        the CUDA twin of the gather kernel, tested or measured; without a word: both
 #   tests/gpu/run.sh memcheck            a few of the tests' kernels under compute-sanitizer
 #   tests/gpu/run.sh suite [FILE ...]    the Python test suite; FILE: all that pytest prints, and more arguments for it
 #   tests/gpu/run.sh end-to-end [...]    a real model, cold and restored; arguments of tests/gpu/end_to_end.py
-# The first three need NumPy, CMake and a C++20 compiler; the last two prefixcache, mlx-lm and what the tests import.
+# The first three need NumPy, CMake and a C++20 compiler besides. PREFIXCACHE_GPU_MLX: the extra of MLX (cuda13).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+if [ "${1:-}" = prepare ]; then
+  make .venv/.ready
+  # It binds at run time to the MLX that it finds, so it is built beside MLX's CPU build: the two must not meet in one
+  # environment.
+  rm -f build/gpu/*.whl
+  PATH="$PWD/.venv/bin:$PATH" .venv/bin/pip wheel -q --no-deps --no-build-isolation -w build/gpu .
+  .venv/bin/python -m venv .venv-gpu
+  pip="$PWD/.venv-gpu/bin/python -m pip"
+  $pip install -q --upgrade 'pip>=25.1'
+  line=$(.venv/bin/python scripts/mlx_lines.py 0.32)
+  # shellcheck disable=SC2086
+  $pip install -q ${line/cpu/${PREFIXCACHE_GPU_MLX:-cuda13}} --group test
+  $pip install -q --no-deps --group test-no-deps
+  $pip install -q --no-deps --force-reinstall build/gpu/*.whl
+  exit
+fi
+if [ -x .venv-gpu/bin/python ]; then export PATH="$PWD/.venv-gpu/bin:$PATH:$PWD/.venv/bin"; fi
 python3 -c 'import mlx.core as mx; assert mx.cuda.is_available(), "no CUDA device"'
 word=${1:-}
 case $word in
