@@ -1,5 +1,6 @@
 // mapped_memory.cpp: memory for images that only the CPU reads.
 #include <map>
+#include <new>
 
 #include <sys/mman.h>
 
@@ -49,9 +50,14 @@ class MappedMemory final : public Memory {
     return {data, want, nullptr, 0};
   }
 
-  void give_back(MemoryRange range) override {
-    spares_.emplace(range.size, range.data);
-    spare_ += range.size;
+  void give_back(MemoryRange range) noexcept override {
+    try {
+      spares_.emplace(range.size, range.data);
+      spare_ += range.size;
+    } catch (const std::bad_alloc&) {
+      ::munmap(range.data, range.size);
+      held_ -= range.size;
+    }
   }
 
   void shrink(std::uint64_t most) override {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <new>
 #include <set>
 #include <utility>
 
@@ -49,12 +50,12 @@ class SlabMemory final : public Memory {
     }
     const auto [size, number, offset] = *best;
     Part& part = parts_.at(number);
-    remove_free(part, offset);
     if (size > want) add_free(part, offset + want, size - want);
+    remove_free(part, offset);
     return {part.slab->data + offset, want, part.slab, offset};
   }
 
-  void give_back(MemoryRange range) override {
+  void give_back(MemoryRange range) noexcept override {
     Part& part = parts_.at(range.slab->number);
     std::uint64_t begin = range.offset;
     std::uint64_t end = range.offset + range.size;
@@ -69,7 +70,11 @@ class SlabMemory final : public Memory {
         remove_free(part, begin);
       }
     }
-    add_free(part, begin, end - begin);
+    try {
+      add_free(part, begin, end - begin);
+    } catch (const std::bad_alloc&) {
+      // Out of use for as long as its slab lives.
+    }
   }
 
   void shrink(std::uint64_t most) override {
@@ -95,9 +100,15 @@ class SlabMemory final : public Memory {
   };
   using Parts = std::map<std::uint64_t, Part>;
 
+  // Throws std::bad_alloc; nothing has changed then.
   void add_free(Part& part, std::uint64_t offset, std::uint64_t size) {
-    part.free.emplace(offset, size);
-    by_size_.insert({size, part.slab->number, offset});
+    const auto added = by_size_.insert({size, part.slab->number, offset}).first;
+    try {
+      part.free.emplace(offset, size);
+    } catch (const std::bad_alloc&) {
+      by_size_.erase(added);
+      throw;
+    }
     spare_ += size;
   }
 
@@ -134,7 +145,14 @@ class SlabMemory final : public Memory {
     std::uint64_t bytes = std::min(whole(limit - held_, kMemoryPage), with_room(limit / kSlabs));
     for (;;) {
       if (std::shared_ptr<const Slab> slab = make_slab(make_, bytes, next_number_)) {
-        add_free(parts_[next_number_++] = Part{std::move(slab), {}}, 0, bytes);
+        const auto part = parts_.emplace(next_number_, Part{std::move(slab), {}}).first;
+        try {
+          add_free(part->second, 0, bytes);
+        } catch (const std::bad_alloc&) {
+          parts_.erase(part);
+          throw;
+        }
+        ++next_number_;
         held_ += bytes;
         return true;
       }

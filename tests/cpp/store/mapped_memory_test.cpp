@@ -4,6 +4,7 @@
 
 #include "gather/huge_pages.h"
 #include "store/buffer_pool.h"
+#include "support/heap_limit.h"
 
 namespace prefixcache::store {
 namespace {
@@ -30,6 +31,16 @@ TEST(MappedMemory, LargeMemoryBeginsOnAHugePageAndSmallMemoryIsWritable) {
   std::memset(large->data(), 1, large->size());
   const auto small = pool->acquire(5);
   std::memset(small->data(), 1, small->size());
+}
+
+TEST(MappedMemory, WhatTheHeapCannotRememberIsGivenUp) {
+  const auto pool = std::make_shared<BufferPool>(10 * kMiB);
+  auto range = pool->acquire(64 * kKiB);
+  testing::most = 0;
+  range.reset();
+  testing::most = std::numeric_limits<std::size_t>::max();
+  EXPECT_EQ(pool->held(), 0u);
+  EXPECT_EQ(pool->acquire(64 * kKiB)->size(), 64 * kKiB);
 }
 
 TEST(MappedMemory, TheLargestSpareGoesFirst) {

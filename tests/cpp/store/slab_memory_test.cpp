@@ -14,6 +14,7 @@
 #include <mlx/memory.h>
 
 #include "layout/mlx_compat.h"
+#include "support/heap_limit.h"
 
 namespace prefixcache::store {
 namespace {
@@ -42,6 +43,34 @@ TEST_F(SlabMemoryTest, ASlabIsAnArrayThatAKernelCanRead) {
   EXPECT_EQ(slab.data, slab.memory.data<std::uint8_t>());
   EXPECT_EQ(range.data, slab.data + range.offset);
   EXPECT_EQ(range.size, 2 * kPage);
+}
+
+TEST_F(SlabMemoryTest, AHeapThatHasNothingLeftLosesNoAccount) {
+  std::vector<MemoryRange> ranges;
+  for (int i = 0; i < 3; ++i) ranges.push_back(take(2));
+  ASSERT_EQ(spare_pages(), 2u);
+  bool refused = false;
+  testing::most = 0;
+  try {
+    take(1);
+  } catch (const std::bad_alloc&) {
+    refused = true;
+  }
+  const auto spare = spare_pages();
+  memory_->give_back(ranges[0]);
+  memory_->give_back(ranges[2]);
+  testing::most = std::numeric_limits<std::size_t>::max();
+  EXPECT_TRUE(refused);
+  EXPECT_EQ(spare, 2u);
+  EXPECT_EQ(held_pages(), 8u);
+  // What could not be remembered is out of use; the rest works on.
+  EXPECT_EQ(spare_pages(), 0u);
+  memory_->give_back(ranges[1]);
+  EXPECT_EQ(spare_pages(), 2u);
+  std::set<std::uint8_t*> taken;
+  for (auto range = take(1); range.data != nullptr; range = take(1)) EXPECT_TRUE(taken.insert(range.data).second);
+  EXPECT_EQ(taken.size(), 64u - 6u);
+  EXPECT_EQ(spare_pages(), 0u);
 }
 
 TEST_F(SlabMemoryTest, AnEighthOfTheLimitInWholePieces) {

@@ -4,18 +4,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
-#include <limits>
 #include <new>
 
-namespace prefixcache::testing {
-
-// Since the last reset: the sum, and the largest piece.
-inline thread_local std::size_t allocated = 0;
-inline thread_local std::size_t largest = 0;
-// No larger piece is to be had.
-inline thread_local std::size_t most = std::numeric_limits<std::size_t>::max();
-
-}  // namespace prefixcache::testing
+#include "support/heap_limit.h"
 
 // Not inlined, or the compiler takes free() for a mistake. All of them, since a sanitizer brings its own of each.
 [[gnu::noinline]] void* operator new(std::size_t size, const std::nothrow_t&) noexcept {
