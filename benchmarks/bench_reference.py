@@ -38,7 +38,7 @@ def files(tokens: int, rounds: int, scratch: str) -> Numbers:
     piece = Memory(size // pieces)
     paths = [Path(scratch) / f"piece{i}" for i in range(pieces)]
     for path in paths:
-        write_seconds(path, piece, sync=True)
+        write_seconds(path, piece.view(0, piece.size), sync=True)
     one = Path(scratch) / "one"
 
     def cold(threads: int) -> float:
@@ -46,8 +46,8 @@ def files(tokens: int, rounds: int, scratch: str) -> Numbers:
         return read_seconds(paths, to, threads)
 
     parts: dict[str, Callable[[], float]] = {
-        "write one file, 1 thread": lambda: write_seconds(one, source, sync=False),
-        "write one file and fsync, 1 thread": lambda: write_seconds(one, source, sync=True),
+        "write one file, 1 thread": lambda: write_seconds(one, source.view(0, size), sync=False),
+        "write one file and fsync, 1 thread": lambda: write_seconds(one, source.view(0, size), sync=True),
     }
     for threads in sorted({1, THREADS}):
         parts[f"read files, page cache warm, {threads} thread(s)"] = lambda t=threads: read_seconds(paths, to, t)  # type: ignore[misc]

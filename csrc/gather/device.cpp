@@ -33,15 +33,19 @@ void bind_slabs(std::span<const mx::array> slabs, std::vector<mx::array>& inputs
 
 }  // namespace
 
-std::vector<mx::array> KernelGather::launch(const KernelText& text, std::vector<mx::array> inputs,
-                                            std::span<const mx::Shape> shapes, mx::Dtype dtype,
-                                            std::tuple<int, int, int> grid) const {
+std::vector<mx::array> KernelGather::launch(const KernelTable& table, std::vector<mx::array> inputs,
+                                            std::span<const mx::Shape> shapes, mx::Dtype dtype, int heads) const {
+  const auto outputs = static_cast<int>(shapes.size());
+  const int lanes = table.tile.lanes;
   // MLX's own tables of kernels are not for several threads at once.
   std::lock_guard lock(mutex_);
-  auto found = kernels_.find(text.name);
-  if (found == kernels_.end()) found = kernels_.emplace(text.name, compile_(text)).first;
-  auto made = found->second(inputs, {shapes.begin(), shapes.end()}, std::vector<mx::Dtype>(shapes.size(), dtype), grid,
-                            {text.lanes, 1, 1}, {}, std::nullopt, false, gpu());
+  auto& kernel = kernels_[{table.unit_bytes, outputs, dtype.val()}];
+  if (!kernel) {
+    kernel = compile_(kernel_text(language_, table.unit_bytes, kSlabsALaunch, outputs, dtype, table.tile));
+  }
+  auto made =
+      kernel(inputs, {shapes.begin(), shapes.end()}, std::vector<mx::Dtype>(shapes.size(), dtype),
+             {static_cast<int>(table.groups) * lanes, heads, outputs}, {lanes, 1, 1}, {}, std::nullopt, false, gpu());
   // The device begins while the next launch is described.
   mx::async_eval(made);
   return made;
@@ -58,7 +62,6 @@ std::vector<mx::array> KernelGather::start(const KernelRequest& request, std::sp
   const mx::Dtype dtype = request.tensors.front().dtype;
   const mx::array words = upload(table.words);
   const auto end = static_cast<mx::ShapeElem>(table.words.size());
-  const int groups = static_cast<int>(table.groups) * table.tile.lanes;
 
   std::vector<mx::array> made;
   try {
@@ -66,10 +69,8 @@ std::vector<mx::array> KernelGather::start(const KernelRequest& request, std::sp
       const auto first = static_cast<mx::ShapeElem>(table.tensors_at + made.size());
       std::vector<mx::array> inputs = {words, mx::slice(words, {first}, {end}, gpu())};
       bind_slabs(slabs, inputs);
-      const auto text = kernel_text(language_, table.unit_bytes, kSlabsALaunch, outputs, dtype, table.tile);
-      const auto some_shapes = shapes.subspan(made.size(), static_cast<std::size_t>(outputs));
-      const auto some =
-          launch(text, std::move(inputs), some_shapes, dtype, {groups, static_cast<int>(request.heads), outputs});
+      const auto some = launch(table, std::move(inputs), shapes.subspan(made.size(), static_cast<std::size_t>(outputs)),
+                               dtype, static_cast<int>(request.heads));
       made.insert(made.end(), some.begin(), some.end());
     }
   } catch (...) {

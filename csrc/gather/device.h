@@ -46,15 +46,16 @@ class KernelGather : public DeviceGather {
                                       std::span<const mlx::core::Shape> shapes) const override;
 
  private:
-  std::vector<mlx::core::array> launch(const KernelText& text, std::vector<mlx::core::array> inputs,
+  std::vector<mlx::core::array> launch(const KernelTable& table, std::vector<mlx::core::array> inputs,
                                        std::span<const mlx::core::Shape> shapes, mlx::core::Dtype dtype,
-                                       std::tuple<int, int, int> grid) const;
+                                       int heads) const;
 
   const std::string name_;
   const KernelLanguage language_;
   const Compile compile_;
   mutable std::mutex mutex_;
-  mutable std::map<std::string, mlx::core::fast::CustomKernelFunction> kernels_;
+  // By bytes of a unit, outputs and their type: what a kernel's text depends on here.
+  mutable std::map<std::tuple<int, int, mlx::core::Dtype::Val>, mlx::core::fast::CustomKernelFunction> kernels_;
 };
 
 // Null where MLX was built without it or finds no such device.

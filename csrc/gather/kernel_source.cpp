@@ -64,7 +64,6 @@ KernelText kernel_text(KernelLanguage language, int unit_bytes, int slabs, int o
   text.inputs = {"table", "tensors"};
   text.inputs.insert(text.inputs.end(), arenas.begin(), arenas.end());
   text.outputs = numbered("out", outputs);
-  text.lanes = tile.lanes;
   text.header = define("GATHER_UNIT_BYTES", unit_bytes) + define("GATHER_LANES", tile.lanes) +
                 define("GATHER_LOADS", tile.loads) + (metal ? kMetalText : kCudaText);
   text.source = metal ? "GATHER_BEGIN(table, tensors, threadgroup_position_in_grid)\n"
@@ -78,8 +77,7 @@ KernelText kernel_text(KernelLanguage language, int unit_bytes, int slabs, int o
     text.name += '_';
     text.name += std::to_string(part);
   }
-  const std::hash<std::string> digest;
-  text.name += '_' + std::to_string(digest(text.header) ^ (digest(text.source) << 1));
+  text.name += '_' + std::to_string(std::hash<std::string>{}(text.header + text.source));
   return text;
 }
 

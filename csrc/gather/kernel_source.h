@@ -22,7 +22,6 @@ KernelTile tile_for(int unit_bytes);
 
 struct KernelText {
   std::string name;  // another text has another name, for MLX keeps compiled kernels by it, on disk too
-  int lanes = 0;     // threads of a group
   std::vector<std::string> inputs;
   std::vector<std::string> outputs;
   std::string header;

@@ -56,9 +56,7 @@ void StoreImpl::prepare_device(const std::shared_ptr<Image>& image) {
   GatherPlan plan;
   std::size_t bad_block = 0;
   if (!GatherPlan::make(request, sources, plan, bad_block).is_ok()) return;
-  const auto why_not = plan.start(*device_);
-  plan.finish();
-  if (why_not) {
+  if (const auto why_not = plan.start(*device_)) {
     Lock lock(mutex_);
     stats_.last_error = *why_not;
   }

@@ -29,7 +29,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "python")]
 
 import smollm2  # noqa: E402
 from mlx_lm import stream_generate as plain_generate  # noqa: E402
-from runs import following_logits, prefill, same_bits, trimmed_copy  # noqa: E402
+from runs import following_logits, prefill, rows_of, same_bits, trimmed_copy  # noqa: E402
 
 from prefixcache import Hit, PrefixCache  # noqa: E402
 from prefixcache.mlx_lm import stream_generate  # noqa: E402
@@ -77,11 +77,10 @@ class Bench:
             if hit.cached_tokens != n or {tier for tier, count in hit.tiers.items() if count} != {place}:
                 yield f"{where}: {hit.cached_tokens} were restored from {hit.tiers} ({hit.reason})"
                 continue
-            for number, (ours, theirs) in enumerate(zip(hit.caches, trimmed_copy(self.donor, n), strict=True)):
-                for name in ("keys", "values"):
-                    mine, other = (getattr(layer, name)[..., :n, :] for layer in (ours, theirs))
-                    if not same_bits(mine, other):
-                        yield f"{where}: layer {number} has other {name}"
+            pairs = zip(rows_of(hit.caches, n), rows_of(self.donor, n), strict=True)
+            for number, (mine, other) in enumerate(pairs):
+                if not same_bits(mine, other):
+                    yield f"{where}: layer {number // 2} has other {('keys', 'values')[number % 2]}"
             yield from self._other_logits(hit.caches, n, where)
 
     def _other_logits(self, caches: list[Any], n: int, where: str) -> Iterator[str]:

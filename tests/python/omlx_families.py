@@ -17,6 +17,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 from omlx_scheduler import Request, Scheduler
 from runs import KvFormat, assert_same_logits
+from support import ON_CPU
 
 VOCABULARY = harness.VOCABULARY
 BLOCK = 16
@@ -101,7 +102,7 @@ class Shadow:
             start = end
         caches = looks.in_temporal_order(looks.cut(caches, n) if start > n else caches)
         # oMLX's callers get rows without room behind them.
-        return caches if mx.default_device() == mx.Device(mx.cpu) else looks.without_room(caches)
+        return caches if ON_CPU else looks.without_room(caches)
 
     def _run(self, caches: list[Any], inputs: Sequence[int]) -> mx.array:
         logits = self._model(mx.array([inputs]), cache=caches)

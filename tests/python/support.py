@@ -14,6 +14,7 @@ from mlx_lm.models.cache import ConcatenateKVCache, KVCache, QuantizedKVCache
 from prefixcache import Hit, PrefixCache
 
 ROOT = Path(__file__).resolve().parents[2]
+ON_CPU = mx.default_device() == mx.Device(mx.cpu)
 
 LAYERS, HEADS, DIM = 2, 2, 32
 STEP = 256  # mlx-lm's caches grow by this many rows

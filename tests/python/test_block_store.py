@@ -14,7 +14,7 @@ import pytest
 from conftest import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import part_files
+from support import ON_CPU, part_files
 
 from prefixcache._core import BlockStore, Part, Slots, StatusCode, TokenBuffer
 
@@ -213,7 +213,7 @@ class TestIndex:
         assert on_disk == (held == 0)
 
 
-@pytest.mark.skipif(mx.default_device() == mx.Device(mx.cpu), reason="MLX's default device is the CPU")
+@pytest.mark.skipif(ON_CPU, reason="MLX's default device is the CPU")
 class TestDevice:
     """The kernel itself gathers; what it refused the CPU would have copied to the same bytes."""
 
