@@ -213,9 +213,8 @@ class TestIndex:
         assert on_disk == (held == 0)
 
 
-@pytest.mark.skipif(ON_CPU, reason="MLX's default device is the CPU")
 class TestDevice:
-    """The kernel itself gathers; what it refused the CPU would have copied to the same bytes."""
+    """On a GPU the kernel itself gathers: what it refused the CPU would have copied to the same bytes."""
 
     # Rows that move in units of 16, 4 and 1 bytes.
     @pytest.mark.parametrize(("dtype", "width"), [("float16", 64), ("bfloat16", 6), ("float32", 5), ("uint8", 3)])
@@ -224,16 +223,19 @@ class TestDevice:
         # Several slabs, each of a few parts.
         with closing(open_store(ram_bytes=1 << 20)) as store:
             for i in range(3):
-                slots = [(name, array[:, 16 * i : 16 * (i + 1)], 1, 0) for name in ("k", "v")]
-                put(store, slots, 16 * i, 16 * (i + 1), i + 1, key(i) if i else ROOT)
+                slots = [(name, array, 1, 0) for name in ("k", "v")]
+                assert put(store, slots, 16 * i, 16 * (i + 1), i + 1, key(i) if i else ROOT)[0]
             for lo, hi, capacity in ((0, 48, 48), (5, 43, 300)):
                 hit = store.gather([key(1), key(2), key(3)], lo, hi, capacity)
-                for found in hit.take_slots().values():
-                    assert same(found[:, : hi - lo], array[:, lo:hi])
-                    assert not found[:, hi - lo :].any().item()
+                found = hit.take_slots()
+                assert sorted(found) == ["k", "v"]
+                for rows in found.values():
+                    assert same(rows[:, : hi - lo], array[:, lo:hi])
+                    assert not rows[:, hi - lo :].any().item()
             stats = store.stats()
             assert stats["device_refusals"] == 0, stats["last_error"]
-            assert stats["gathered_device_bytes"] == stats["gathered_ram_bytes"] > 0
+            assert stats["gathered_ram_bytes"] == 2 * 2 * (48 + 38) * width * array.itemsize
+            assert stats["gathered_device_bytes"] == (0 if ON_CPU else stats["gathered_ram_bytes"])
 
 
 class TestMisuse:
