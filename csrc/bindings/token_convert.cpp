@@ -9,6 +9,7 @@
 
 #include <mlx/array.h>
 
+#include "arrays/mlx_compat.h"
 #include "bindings/token_buffer.h"
 
 namespace prefixcache::bindings {
@@ -168,7 +169,7 @@ TokenBuffer from_mlx(mx::array array) {
   const std::size_t item_size = array.itemsize();
   const auto stride = static_cast<std::ptrdiff_t>(array.strides(0)) * static_cast<std::ptrdiff_t>(item_size);
   const bool is_signed = mx::issubdtype(array.dtype(), mx::signedinteger);
-  return from_integers(array.data<std::uint8_t>(), is_signed, item_size, stride, array.size());
+  return from_integers(bytes_of(array), is_signed, item_size, stride, array.size());
 }
 
 struct BufferView {

@@ -1,5 +1,6 @@
 #include <cstring>
 
+#include "arrays/mlx_compat.h"
 #include "gather/copy.h"
 #include "prefixcache/slot.h"
 
@@ -8,8 +9,7 @@ namespace prefixcache::gather {
 RowCopy::RowCopy(const mlx::core::array& source, int axis, std::int64_t lo, std::int64_t hi)
     : shape_(source.shape()),
       strides_(source.strides()),
-      // Where there are no bytes there may be no buffer that could be asked.
-      base_(source.nbytes() > 0 ? source.data<std::uint8_t>() : nullptr),
+      base_(bytes_of(source)),
       item_(mlx::core::size_of(source.dtype())),
       axis_(axis == kNoSeqAxis ? 0 : axis) {
   for (auto& stride : strides_) stride *= static_cast<std::int64_t>(item_);

@@ -7,6 +7,7 @@
 #include <thread>
 #include <vector>
 
+#include "arrays/mlx_compat.h"
 #include "hash/checksum.h"
 #include "hash/encode.h"
 #include "hash/row_major.h"
@@ -118,7 +119,7 @@ Key array_digest(const mx::array& array, int threads) {
   mx::array evaluated = array;
   evaluated.eval();
   hash::StridedView view;
-  view.data = evaluated.nbytes() > 0 ? evaluated.data<std::uint8_t>() : nullptr;
+  view.data = bytes_of(evaluated);
   view.item_size = evaluated.itemsize();
   view.shape.assign(evaluated.shape().begin(), evaluated.shape().end());
   view.strides.assign(evaluated.strides().begin(), evaluated.strides().end());

@@ -7,8 +7,8 @@
 
 #include <mlx/transforms.h>
 
+#include "arrays/mlx_compat.h"
 #include "gather/device.h"
-#include "layout/mlx_compat.h"
 #include "store/gather_plan.h"
 
 namespace prefixcache::store {

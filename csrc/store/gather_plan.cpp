@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <mutex>
 
+#include "arrays/mlx_compat.h"
 #include "gather/cpu.h"
 #include "gather/fault_guard.h"
 #include "gather/huge_pages.h"
 #include "hash/checksum.h"
-#include "layout/mlx_compat.h"
 
 namespace prefixcache::store {
 

@@ -8,8 +8,8 @@
 #include <set>
 #include <utility>
 
+#include "arrays/mlx_compat.h"
 #include "gather/kernel_source.h"
-#include "layout/mlx_compat.h"
 
 namespace prefixcache::store {
 

@@ -6,6 +6,9 @@ import random
 import tempfile
 import threading
 from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 from support import ShadowStore, all_arrays, check_hit, coded_rows, filled, make_caches, open_cache
 
 from prefixcache import PrefixCache
+from prefixcache._core import TokenBuffer, array_digest
 
 SALTS = [None, "a", "b", b"a", ("a", 1)]
 FORMATS = [None, (8, 64, 0), (8, 32, 0)]
@@ -112,6 +116,49 @@ def test_many_threads_on_one_cache(tmp_path: Path) -> None:
         for cache in (one, other):
             stats = cache.stats()
             assert (stats["corrupt_parts"], stats["write_errors"]) == (0, 0)
+
+
+def at_once(work: Callable[[int], Any], threads: int = 4) -> list[Any]:
+    barrier = threading.Barrier(threads)
+
+    def wait_and_work(number: int) -> Any:
+        barrier.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(wait_and_work, range(threads)))
+
+
+def test_many_threads_store_one_donor() -> None:
+    """The CPU looks at these arrays for the first time in all threads at once."""
+    with ExitStack() as stack:
+        caches = [stack.enter_context(open_cache(None, write="ram_only")) for _ in range(4)]
+        for number in range(examples(60)):
+            tokens = [number, *range(70)]
+            donor = filled(tokens)
+            mx.eval(all_arrays(donor))
+            reports = at_once(lambda i, tokens=tokens, donor=donor: caches[i].store(tokens, donor))
+            assert [report.stored_tokens for report in reports] == [71] * 4
+            for cache in caches:
+                hit = cache.fetch([*tokens, 1])
+                assert hit.cached_tokens == 71
+                check_hit(hit, [*tokens, 1])
+
+
+def test_many_threads_read_one_array_of_tokens() -> None:
+    for number in range(examples(60)):
+        tokens = mx.arange(number, number + 300) * 3
+        mx.eval(tokens)
+        expected = list(range(3 * number, 3 * (number + 300), 3))
+        assert [found.tolist() for found in at_once(lambda _, tokens=tokens: TokenBuffer(tokens))] == [expected] * 4
+
+
+def test_many_threads_digest_one_image() -> None:
+    for number in range(examples(60)):
+        image, twin = (mx.arange(4096, dtype=mx.float32) + number for _ in range(2))
+        mx.eval(image, twin)
+        expected = array_digest(twin)
+        assert at_once(lambda _, image=image: array_digest(image)) == [expected] * 4
 
 
 def test_prototypes_are_never_handed_out(tmp_path: Path) -> None:

@@ -66,12 +66,13 @@ PYTHON_LAYERS = [
 OMLX = {"type_handlers", "type_registry", "hybrid_cache", "prefix_cache", "paged_ssd_cache", "_rotating_subclass"}
 # What the sources of a folder may include besides themselves and the public headers.
 CSRC_FOLDERS = {
-    "hash": set[str](),
+    "arrays": set[str](),
+    "hash": {"arrays"},
     "layout": {"hash"},
-    "gather": {"hash"},
+    "gather": {"hash", "arrays"},
     "env": {"gather"},
-    "store": {"hash", "layout", "gather"},
-    "bindings": set[str](),
+    "store": {"hash", "layout", "gather", "arrays"},
+    "bindings": {"arrays"},
     "include": set[str](),
 }
 

@@ -9,7 +9,7 @@
 #include <gtest/gtest.h>
 #include <mlx/device.h>
 
-#include "layout/mlx_compat.h"
+#include "arrays/mlx_compat.h"
 #include "support/gather_cases.h"
 #include "support/shim_device.h"
 

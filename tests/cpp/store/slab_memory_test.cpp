@@ -13,7 +13,7 @@
 #include <gtest/gtest.h>
 #include <mlx/memory.h>
 
-#include "layout/mlx_compat.h"
+#include "arrays/mlx_compat.h"
 #include "support/heap_limit.h"
 
 namespace prefixcache::store {

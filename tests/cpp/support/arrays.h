@@ -12,7 +12,7 @@
 #include <mlx/ops.h>
 #include <mlx/transforms.h>
 
-#include "layout/mlx_compat.h"
+#include "arrays/mlx_compat.h"
 
 namespace prefixcache::testing {
 

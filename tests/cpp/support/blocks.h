@@ -11,7 +11,7 @@
 #include <gtest/gtest.h>
 #include <mlx/array.h>
 
-#include "layout/mlx_compat.h"
+#include "arrays/mlx_compat.h"
 #include "prefixcache/block_store.h"
 
 namespace prefixcache::testing {
