@@ -1,5 +1,5 @@
-# The C++ library, free of Python. Its objects are compiled once; the shared library exports the public headers alone,
-# while the tests link the objects to reach what is private.
+# The C++ library, free of Python. Its objects are compiled once; the shared library exports the public headers and
+# what the bindings need, while the tests link the objects to reach what is private.
 include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
@@ -7,7 +7,7 @@ configure_file(csrc/include/prefixcache/version.h.in "${PROJECT_BINARY_DIR}/incl
 include(PrefixcacheKernels)
 
 file(GLOB PREFIXCACHE_SOURCES CONFIGURE_DEPENDS
-  csrc/hash/*.cpp csrc/layout/*.cpp csrc/env/*.cpp csrc/gather/*.cpp csrc/store/*.cpp)
+  csrc/arrays/*.cpp csrc/hash/*.cpp csrc/layout/*.cpp csrc/env/*.cpp csrc/gather/*.cpp csrc/store/*.cpp)
 add_library(prefixcache_objects OBJECT ${PREFIXCACHE_SOURCES})
 target_include_directories(prefixcache_objects
   PUBLIC "${PROJECT_SOURCE_DIR}/csrc/include" "${PROJECT_BINARY_DIR}/include" "${PROJECT_SOURCE_DIR}/csrc")

@@ -1,8 +1,7 @@
-// mlx_compat.h: the one place that knows how releases of MLX, and its devices, differ.
+// mlx_compat.h: the one place that knows how releases of MLX differ.
 #pragma once
 
 #include <cstdint>
-#include <mutex>
 #include <new>
 #include <optional>
 #include <stdexcept>
@@ -30,17 +29,6 @@ inline mlx::core::array make_uninitialised(mlx::core::Shape shape, mlx::core::Dt
   // The CPU's allocator says so only in this way.
   if (bytes > 0 && made.data<std::uint8_t>() == nullptr) throw std::bad_alloc();
   return made;
-}
-
-// Where the bytes of an evaluated array lie; null where it has none. Any thread, with arrays that others ask about too:
-// MLX's CUDA build moves a buffer to memory that the CPU can read when it is first asked for it, and frees it too early
-// where two threads ask at once.
-inline const std::uint8_t* bytes_of(const mlx::core::array& array) {
-  static std::mutex asking;
-  // There may be no buffer that could be asked.
-  if (array.nbytes() == 0) return nullptr;
-  std::lock_guard lock(asking);
-  return array.data<std::uint8_t>();
 }
 
 // Runs `work`, which allocates through MLX. Nothing if it went well; otherwise what was said where the device has no

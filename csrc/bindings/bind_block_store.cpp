@@ -1,4 +1,5 @@
 // bind_block_store.cpp: block_store.h, options.h, gather.h and status.h.
+#include "arrays/shared_array.h"
 #include "bindings/bindings.h"
 #include "bindings/key_casts.h"
 #include "bindings/key_chain.h"
@@ -39,7 +40,7 @@ Slots make_slots(const nb::list& items) {
                              std::to_string(slot.array.ndim()))
                                 .c_str());
     }
-    if (!slot.array.is_available()) pending.push_back(slot.array);
+    if (!is_evaluated(slot.array)) pending.push_back(slot.array);
     slots.items.push_back(std::move(slot));
   }
   if (!pending.empty()) {

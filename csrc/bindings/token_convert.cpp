@@ -9,7 +9,7 @@
 
 #include <mlx/array.h>
 
-#include "arrays/mlx_compat.h"
+#include "arrays/shared_array.h"
 #include "bindings/token_buffer.h"
 
 namespace prefixcache::bindings {
@@ -161,15 +161,17 @@ TokenBuffer from_integers(const void* data, bool is_signed, std::size_t item_siz
 TokenBuffer from_mlx(mx::array array) {
   if (!mx::issubdtype(array.dtype(), mx::integer)) bad_tokens("an MLX array that holds no integers");
   if (array.ndim() != 1) bad_tokens("an MLX array of " + std::to_string(array.ndim()) + " dimensions");
+  const std::uint8_t* bytes = nullptr;
   {
     nb::gil_scoped_release release;
-    array.eval();
+    if (!is_evaluated(array)) array.eval();
+    bytes = bytes_of(array);
   }
   if (array.size() == 0) return {};
   const std::size_t item_size = array.itemsize();
   const auto stride = static_cast<std::ptrdiff_t>(array.strides(0)) * static_cast<std::ptrdiff_t>(item_size);
   const bool is_signed = mx::issubdtype(array.dtype(), mx::signedinteger);
-  return from_integers(bytes_of(array), is_signed, item_size, stride, array.size());
+  return from_integers(bytes, is_signed, item_size, stride, array.size());
 }
 
 struct BufferView {

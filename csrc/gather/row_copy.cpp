@@ -1,6 +1,6 @@
 #include <cstring>
 
-#include "arrays/mlx_compat.h"
+#include "arrays/shared_array.h"
 #include "gather/copy.h"
 #include "prefixcache/slot.h"
 

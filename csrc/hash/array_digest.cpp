@@ -7,7 +7,7 @@
 #include <thread>
 #include <vector>
 
-#include "arrays/mlx_compat.h"
+#include "arrays/shared_array.h"
 #include "hash/checksum.h"
 #include "hash/encode.h"
 #include "hash/row_major.h"
@@ -117,7 +117,7 @@ std::vector<ChunkDigest> chunk_digests(const hash::StridedView& view, std::size_
 
 Key array_digest(const mx::array& array, int threads) {
   mx::array evaluated = array;
-  evaluated.eval();
+  if (!is_evaluated(evaluated)) evaluated.eval();
   hash::StridedView view;
   view.data = bytes_of(evaluated);
   view.item_size = evaluated.itemsize();

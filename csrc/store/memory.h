@@ -40,7 +40,8 @@ class Memory {
 
   // At least `want` bytes such that held() stays within `limit`. What nobody uses may be given up for it.
   virtual MemoryRange take(std::uint64_t want, std::uint64_t limit) = 0;
-  // Keeps it for the next one. Where the heap has nothing left to remember it by, it is given up or stays out of use.
+  // Keeps it for the next one. Where the heap has nothing left to remember it by, it is given up, or it and what was
+  // free beside it stay out of use until the store ends.
   virtual void give_back(MemoryRange range) noexcept = 0;
   // Gives up what nobody uses until at most `most` bytes are held.
   virtual void shrink(std::uint64_t most) = 0;

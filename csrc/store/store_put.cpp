@@ -7,6 +7,7 @@
 
 #include <mlx/transforms.h>
 
+#include "arrays/shared_array.h"
 #include "gather/copy.h"
 #include "hash/checksum.h"
 #include "layout/check_header.h"
@@ -48,7 +49,7 @@ void check(const PutRequest& request) {
 void evaluate(std::span<const SlotInput> slots) {
   std::vector<mlx::core::array> pending;
   for (const auto& slot : slots) {
-    if (!slot.array.is_available()) pending.push_back(slot.array);
+    if (!is_evaluated(slot.array)) pending.push_back(slot.array);
   }
   if (!pending.empty()) mlx::core::eval(std::move(pending));
 }

@@ -218,7 +218,8 @@ class TestDevice:
 
     # Rows that move in units of 16, 4 and 1 bytes.
     @pytest.mark.parametrize(("dtype", "width"), [("float16", 64), ("bfloat16", 6), ("float32", 5), ("uint8", 3)])
-    def test_the_kernel_runs(self, dtype: str, width: int) -> None:
+    def test_the_kernel_runs(self, dtype: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("PREFIXCACHE_GATHER", raising=False)
         array = numbered((2, 48, width), dtype)
         # Several slabs, each of a few parts.
         with closing(open_store(ram_bytes=1 << 20)) as store:

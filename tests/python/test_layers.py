@@ -148,6 +148,17 @@ def test_public_headers_say_how_they_may_be_used(path: Path) -> None:
         assert re.search(r"^// (Owns|Units|Errors): ", head, re.M)
 
 
+def test_arrays_are_asked_for_their_bytes_by_one_thread_at_a_time() -> None:
+    # Besides, two places that ask arrays of their own.
+    allowed = {"shared_array.cpp", "mlx_compat.h", "gather_plan.cpp", "slab_memory.cpp"}
+    asking = {
+        path.name
+        for path in sources(CSRC, "*.h", "*.cpp", "*.in")
+        if re.search(r"(\.|->)(data<|is_available\(\))", path.read_text(encoding="utf-8"))
+    }
+    assert asking == allowed
+
+
 def test_no_python_below_the_bindings() -> None:
     for path in sources(CSRC, "*.h", "*.cpp", "*.in"):
         if path.relative_to(CSRC).parts[0] != "bindings":

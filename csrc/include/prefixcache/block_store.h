@@ -140,7 +140,8 @@ class PREFIXCACHE_API BlockStore {
   virtual const Options& options() const = 0;
 
   // Copies the rows; they may be gathered from the moment put() returns. Arrays that are not evaluated yet are
-  // evaluated on the calling thread. A block that begins with the tokens of a shorter one under the same parent takes
+  // evaluated on the calling thread; several threads may store the same ones, if no other code reads their bytes
+  // meanwhile. A block that begins with the tokens of a shorter one under the same parent takes
   // its place. Sets `added` to the tensor bytes copied: 0 for rows that were there. Returns: Ok (kept now, or was
   // there), Full, Closed.
   virtual Status put(const PutRequest& request, std::uint64_t* added = nullptr) = 0;

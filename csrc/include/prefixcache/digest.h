@@ -1,6 +1,7 @@
 // digest.h: a digest of a whole array, for fingerprints of models.
 //
-// Threads: any; the array must not change meanwhile. An array that is not evaluated is evaluated on the calling thread.
+// Threads: any; meanwhile nobody may change the array, nor other code read its bytes. An array that is not evaluated is
+//          evaluated on the calling thread.
 // Owns:    nothing; at most one 8 MiB buffer a thread while it runs, none for a row-contiguous array.
 // Errors:  what evaluating the array throws.
 #pragma once
