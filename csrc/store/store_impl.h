@@ -257,6 +257,7 @@ class StoreImpl : public BlockStore {
   bool ready_ = false;                 // the directory could be used at open
   std::atomic<double> rest_until_{0};  // 0: the disk works
   double rest_seconds_ = 0;            // guarded by mutex_
+  Status trouble_;                     // what it rests from; guarded by mutex_
   std::atomic<int> insisting_{0};      // callers for whom the disk does not rest
   std::atomic<std::uint64_t> removals_{0};
   std::atomic<bool> look_wanted_{false};

@@ -43,6 +43,7 @@ void StoreImpl::disk_failed(const Status& status) {
     rest_seconds_ = stats_.degraded ? std::min(2 * rest_seconds_, kLongestRest) : kFirstRest;
     rest_until_ = steady_seconds() + rest_seconds_;
     stats_.degraded = true;
+    trouble_ = status;
     stats_.last_error = status.message();
   }
   if (writer_ != nullptr) writer_->poke();
@@ -66,8 +67,11 @@ Status StoreImpl::write_image(const std::shared_ptr<Image>& image) {
     // Erased before its turn came.
     if (record == nullptr || record->image != image) return Status::ok();
     if (disk_rests()) {
+      const bool lost = !record->in_ram_order;
       not_written(*record, true);
-      return Status::ok();
+      if (!lost) return Status::ok();
+      ++stats_.write_errors;
+      return trouble_;
     }
   }
   Status status;
