@@ -174,7 +174,8 @@ FILE_SIZE = """
         assert cache.store(other, filled(other)).stored_tokens == 40
         while cache.stats()["queued_bytes"] != 0:
             time.sleep(0.01)
-        assert cache.stats()["write_errors"] == errors + (0 if ram else 5)
+        # With RAM none, unless the rest has just ended and it was tried again.
+        assert errors + (0 if ram else 5) <= cache.stats()["write_errors"] <= errors + 5
         try:
             cache.flush()
         except OSError as error:
