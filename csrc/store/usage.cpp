@@ -15,6 +15,8 @@ constexpr std::uint64_t kMagic = 0x3167736570636b70;  // "pkcpesg1"
 constexpr std::size_t kFileBytes = 64;
 // A process that was stopped while it held the lock is not waited for any longer.
 constexpr double kLockSeconds = 2.0;
+// A file may get its name so many seconds after its bytes were reserved.
+constexpr double kMayCome = 60;
 
 using Words = std::array<std::uint64_t, 5>;
 
@@ -159,7 +161,9 @@ bool Usage::others_reserved() {
   used_ = record.used;
   // A file that was made anew begins at 0: the difference is a number like any other.
   const std::uint64_t others = record.reserved_ever - own_reserved_;
-  return std::exchange(others_seen_, others) != others;
+  const double now = env_.now();
+  if (std::exchange(others_seen_, others) != others) others_seen_at_ = now;
+  return now - others_seen_at_ < kMayCome;
 }
 
 }  // namespace prefixcache::store

@@ -35,7 +35,8 @@ class Usage {
   Status begin_count();
   Status end_count(std::uint64_t bytes);
 
-  // Whether others have reserved anything since this was asked last.
+  // Whether others have reserved anything in the last minute or since this was asked last: what it was for may be there
+  // now, or come still.
   bool others_reserved();
 
   // As last seen. Waits for nothing.
@@ -62,6 +63,7 @@ class Usage {
   std::uint64_t own_removed_ = 0;  // since the last count
   std::uint64_t own_reserved_ = 0;
   std::uint64_t others_seen_ = 0;
+  double others_seen_at_ = 0;
   std::uint64_t removed_at_count_ = 0;
   std::uint64_t reserved_at_count_ = 0;
 };

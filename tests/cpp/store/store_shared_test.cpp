@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include "support/stalling_env.h"
 #include "support/store_fixture.h"
 
 namespace prefixcache {
@@ -292,6 +293,29 @@ TEST_F(StoreShared, TailsAndStatesOfOthersAreFoundSoon) {
   put_chain(*a, {testing::tail_of(next, 4)}, one_page());
   ASSERT_TRUE(a->flush().is_ok());
   EXPECT_TRUE(soon([&] { return b->longest_child(blocks[0].key, 8, next.tokens, {}, Part::kv).rows == 4; }));
+}
+
+TEST_F(StoreShared, WhatOthersNameLongAfterTheyReservedItIsFoundToo) {
+  testing::StallingEnv slow;
+  const auto blocks = chain(2, 8);
+  const auto tail = testing::tail_of(chain(1, 8, 5, blocks[1].key, blocks[1].depth)[0], 3);
+  const auto b = open();
+  options_.env = &slow;
+  const auto a = open();
+  put_chain(*a, blocks, one_page());
+  ASSERT_TRUE(a->flush().is_ok());
+  slow.stall("rename");
+  put_chain(*a, {tail}, one_page());
+  ASSERT_TRUE(soon([&] { return slow.waiting() == 1; }));
+  const auto there = [&] { return b->longest_child(blocks[1].key, 16, tail.tokens, {}, Part::kv).rows == 3; };
+  // Long enough for it to look.
+  for (int i = 0; i < 75; ++i) {
+    EXPECT_FALSE(there());
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+  slow.let_go();
+  ASSERT_TRUE(a->flush().is_ok());
+  EXPECT_TRUE(soon(there));
 }
 
 }  // namespace
