@@ -31,6 +31,7 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "python")]
 import smollm2  # noqa: E402
 from mlx_lm import stream_generate as plain_generate  # noqa: E402
 from runs import following_logits, prefill, rows_of, same_bits, trimmed_copy  # noqa: E402
+from support import ON_CPU  # noqa: E402
 
 from prefixcache import Hit, PrefixCache  # noqa: E402
 from prefixcache.mlx_lm import stream_generate  # noqa: E402
@@ -100,7 +101,7 @@ class Bench:
                 continue
             self.compared += 1
             # On a GPU copies can agree by chance; a wrong restore does not say what they say.
-            agree = all if mx.default_device() == mx.Device(mx.cpu) else any
+            agree = all if ON_CPU else any
             if restored and not agree(same_bits(logits[step], theirs[0]) for logits in restored):
                 yield f"{where}: logits of step {step} differ by {mx.abs(restored[0][step] - theirs[0]).max().item()}"
 
@@ -191,7 +192,7 @@ def measure(model: Any, tokenizer: Any, length: int, rounds: int) -> int:
             cache.flush()
             wrong = list(bench.differences(cache, "ram"))
             stats = cache.stats()
-            if mx.default_device() != mx.Device(mx.cpu) and not stats["gathered_device_bytes"]:
+            if not ON_CPU and not stats["gathered_device_bytes"]:
                 wrong.append(f"the kernel copied nothing: {stats['last_error']}")
             rows = [bench.cold(), bench.missed(cache), bench.warm(cache, "ram")]
         with opened(Path(folder), model, 0) as cache:

@@ -149,7 +149,7 @@ def test_public_headers_say_how_they_may_be_used(path: Path) -> None:
 
 
 def test_arrays_are_asked_for_their_bytes_by_one_thread_at_a_time() -> None:
-    # Besides, two places that ask arrays of their own.
+    # Besides the lock's own file, places that ask arrays of their own.
     allowed = {"shared_array.cpp", "mlx_compat.h", "gather_plan.cpp", "slab_memory.cpp"}
     asking = {
         path.name

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import smollm2 as preparation
+from support import ON_CPU
 
 
 def test_answers_with_real_weights(smollm2: Any) -> None:
@@ -33,7 +34,7 @@ def test_weights_are_full_precision_on_a_cpu(smollm2: Any) -> None:
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
-    if mx.default_device() != mx.Device(mx.cpu):
+    if not ON_CPU:
         pytest.skip("the weights are dequantised on a CPU only")
     parameters = dict(tree_flatten(smollm2.model.parameters()))
     assert {array.dtype for array in parameters.values()} == {mx.float32}
